@@ -23,6 +23,7 @@ BY_HAND = [
     ("--layers 8 --set mtp=2 layers_spec=delta,kimi,full", {"tp": 2}),
     ("--layers 12 --schedule interleaved --set tie_embeddings=true", {"pp": 2, "dp": 2}),
     ("--layers 6 --recompute budget=0.5", {"tp": 2}),
+    ("--layers 5 --recompute full --set recompute_every=2", {"pp": 2}),
 ]
 
 

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 
 from examples.gpt.plan import build
 from examples.gpt.pretrain import Trainer, parse
-from mpcore import (
-    ColumnParallelLinear,
-    Mesh,
-    VocabParallelEmbedding,
-    vocab_parallel_cross_entropy,
-)  # fmt: skip
+from mpcore import ColumnParallelLinear, Mesh, VocabParallelEmbedding, vocab_parallel_cross_entropy
 from mpcore.memory_footprint import PeakTracker, StorageTracker, storage_bytes
 from mpcore.pipeline.schedules import build_schedule
 from mpcore.sharding.local import local_tensor
@@ -49,7 +44,8 @@ LAYOUTS: list[tuple[dict[str, int], list[str]]] = [(sizes, text.split()) for siz
     ({"cp": 2, "tp": 2}, "--sequence-parallel --cp-kind allgather"),
     ({"cp": 2, "pp": 2}, "--cp-kind ring --recompute selective"), ({"dp": 2, "ep": 2}, MOE),
     ({"tp": 2}, f"{MOE} --set moe.aux_loss=none moe.bias_rate=0.001 --recompute full"),
-    ({"dp": 4, "ep": 4}, f"{MOE} --set moe.dispatch=all_to_all"),
+    ({"dp": 4, "ep": 4}, f"{MOE} --set moe.dispatch=all_to_all"), ({"pp": 2, "dp": 2}, "--optimizer adamw-bf16"),
+    ({"tp": 2, "dp": 2}, "--optimizer muon --dtype bfloat16"),
 ]]  # fmt: skip
 # gpipe is off where logits are held to backward, zbv where what lies between I and W is, and what a rank hands itself.
 SHORT = [8, 31]

@@ -186,9 +186,8 @@ class GPTConfig:
 
     def _check_latent(self, latent: LatentConfig) -> None:
         qkv, output, _ = self.biases
-        given = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "qk_norm": self.qk_norm or None}
-        given |= {"gate": self.gate, "sinks": self.sinks or None}
-        given = {name: value for name, value in given.items() if value is not None}
+        names = ("kv_heads", "head_dim", "qk_norm", "gate", "sinks")
+        given = {name: value for name in names if (value := getattr(self, name)) not in (None, False)}
         if given or qkv != output:
             raise ValueError(
                 f"latent attention has no {given or 'biases of one projection alone'}: every head has its own keys, as "
@@ -244,9 +243,8 @@ class GPTConfig:
     @property
     def eps(self) -> float:
         """Epsilon of all norms."""
-        if self.norm_eps is not None:
-            return self.norm_eps
-        return 1e-6 if self.norm == "rms" else 1e-5
+        usual = 1e-6 if self.norm == "rms" else 1e-5
+        return usual if self.norm_eps is None else self.norm_eps
 
     @property
     def biases(self) -> tuple[bool, bool, bool]:

@@ -191,9 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=120, help="at the most (default 120)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--draft", action="store_true", help="guess tokens with the layers of --set mtp, at temperature 0"
-    )
+    text = "guess tokens with the layers of --set mtp, at temperature 0"
+    parser.add_argument("--draft", action="store_true", help=text)
     args = parser.parse_args(argv)
     if not 0 <= args.temperature < math.inf:
         raise ValueError(f"--temperature {args.temperature} is no number from 0")

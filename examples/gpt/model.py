@@ -413,10 +413,8 @@ def flops_of_token(config: GPTConfig) -> int:
     """
     c = config
     looked_up = (0 if c.tie_embeddings else c.vocab_size) + (c.seq_len if c.positions == "learned" else 0)
-    if c.latent is None:
-        widths = 2 * c.head_width  # of a head's scores and values
-    else:
-        widths = c.latent.qk_nope_head_dim + c.latent.qk_rope_head_dim + c.latent.v_head_dim
+    of = c.latent  # below: the widths of a head's scores and values
+    widths = 2 * c.head_width if of is None else of.qk_nope_head_dim + of.qk_rope_head_dim + of.v_head_dim
     linear = c.linear or LinearConfig()
     keys = {"delta": linear.key_dim or linear.head_dim, "kimi": linear.head_dim, "mamba": linear.state_dim}
     mixers = 0

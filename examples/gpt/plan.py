@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from examples.gpt.arguments import MODEL_FIELDS, RENAMED, TABLES, Fields, flag, parse
 from examples.gpt.config import PRESETS, GPTConfig
 from examples.gpt.model import build_stages, count_parameters, parameter_shares
-from examples.gpt.policies import hidden, keywords, merge_options, policies, precision, recompute_kind, residual_dtype
+from examples.gpt.policies import build_optimizer, hidden, keywords, policies, recompute_kind, residual_dtype
 from examples.gpt.setup import check, model_config, stage_blocks
 from mpcore import Mesh
 from mpcore.experimental import overlap_experts, overlap_halves
@@ -62,7 +62,7 @@ def outline(mesh: Mesh, arguments: list[str]) -> LayoutSpec:
         args.schedule, pp, micro_batches, args.virtual_stages, blocks,
         kind=config.kind,
         work=partial(work, args, config, mesh),
-        linear=recompute_kind(args.recompute)[1] is None
+        linear=recompute_kind(args.recompute)[1] is None and args.recompute_every == 1
         and not (config.shares_embedding and args.schedule in V_SHAPED),
         sharded=args.zero > 0,
         few=max(args.zero, 1) if mesh.data.size > 1 else 1,
@@ -189,8 +189,7 @@ def work(
     """Build stages of this rank with some of their blocks."""
     dtype = torch.float64 if args.dtype == "float64" else torch.float32
     options: dict[str, Any] = {"sequence_parallel": args.sequence_parallel, "device": "meta", "dtype": dtype}
-    options["residual_dtype"] = residual_dtype(args)
-    options["context"] = args.cp_kind
+    options |= {"residual_dtype": residual_dtype(args), "context": args.cp_kind}
     ranks = [plan.rank_of[stage] for stage in range(plan.stages)]
     built = zip(plan.stages_of(mesh.pp.rank), build_stages(config, mesh, blocks, ranks, **options), strict=True)
     stages = [stage for index, stage in built if index in choice]
@@ -204,9 +203,10 @@ def work(
         overlap_halves(stages, mesh.pp)
     if args.overlap:
         overlap_stages(stages, mesh, args.overlap)
-    told = {name: policy for name, policy in policies(args, stages).items() if name not in ("offload", "observers")}
+    told, model = policies(args, stages), nn.ModuleList(stages)
+    _, merging = told.pop("offload"), told.pop("observers")
     lay_out(stages, mesh, layers, seed=args.seed, initialize=False, **told)
-    for module in nn.ModuleList(stages).modules():
+    for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module.regather = args.regather
     ids = (args.micro_batch, config.seq_len // mesh.cp.size)
@@ -222,14 +222,18 @@ def work(
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         alike = len({is_dtensor(p) for p in parameters}) == 1  # one operator for all is quicker to count
         made = torch.optim.AdamW(parameters, fused=alike, foreach=False)
-        slots = OUTER_SLOTS[: 1 + bool(merge_options(args).momentum)]  # the second with momentum alone
+        more = [slot for each in merging if not each.are_jobs for slot in OUTER_SLOTS[: 1 + bool(each.momentum)]]
+        groups = build_optimizer(args, model, mesh).param_groups
+        matrices = {p for group in groups if group.get("muon") for p in group["params"]}  # without a second moment
+        trained = [p for p in model.parameters() if p.requires_grad]
 
-        def outer(*_: Any) -> None:
-            for p in parameters:
-                made.state[p].update({slot: torch.zeros_like(p) for slot in slots})
+        def resize(*_: Any) -> None:
+            for p, own in zip(parameters, trained, strict=True):
+                kept = {slot: x for slot, x in made.state[p].items() if slot != "exp_avg_sq" or own not in matrices}
+                half = {slot: x.bfloat16() for slot, x in kept.items() if x.dim() and args.optimizer == "adamw-bf16"}
+                made.state[p] = {**kept, **half, **{slot: torch.zeros_like(p) for slot in more}}
 
-        if args.workers > 1:
-            made.register_step_post_hook(outer)
+        made.register_step_post_hook(resize)
         return made
 
-    return Work(stages, plan, inputs, loss, optimizer, autocast=precision(args).autocast_dtype)
+    return Work(stages, plan, inputs, loss, optimizer, autocast=told["precision"].autocast_dtype)

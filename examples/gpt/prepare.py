@@ -228,11 +228,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document")
     parser.add_argument("--force", action="store_true", help="replace existing output")
     options = parser.parse_args(argv)
-    prepared = prepare(
-        options.input, options.out,
-        tokenizer=options.tokenizer, vocab_size=options.vocab_size, json_key=options.json_key,
-        end_of_document=options.end_of_document, force=options.force, progress=None,
-    )  # fmt: skip
+    others = {name: value for name, value in vars(options).items() if name not in ("input", "out")}
+    prepared = prepare(options.input, options.out, **others, progress=None)
     print(f"documents       {prepared.documents:,} ({prepared.skipped:,} empty or not text skipped)")
     if prepared.skipped:
         more = prepared.skipped - len(prepared.first_skipped)

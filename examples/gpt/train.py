@@ -59,10 +59,9 @@ class Trainer:
             overlap_experts(self.stages, mesh.pp)
         if args.overlap_halves:
             overlap_halves(self.stages, mesh.pp)
-        ends = [each for s in self.stages for name, each in s.named_children() if name in ("embedding", "head")]
         self.run = (invariant.prepare if args.bitwise else prepare)(
             self.stages, mesh, blocks={int(i): block for stage in self.stages for i, block in stage.blocks.items()},
-            loss=self.stages[-1].loss, optimizer=lambda model: build_optimizer(args, model, mesh, ends),
+            loss=self.stages[-1].loss, optimizer=lambda model: build_optimizer(args, model, mesh),
             seed=args.seed, micro_batches=setup.micro_batches, schedule=setup.plan, trace=args.trace,
             overlap=args.overlap, **policies(args, self.stages),
         )  # fmt: skip
