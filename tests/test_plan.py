@@ -280,7 +280,8 @@ def test_what_a_line_says_is_the_mesh_that_was_planned(capsys):
     sizes = {"tp": 2, "cp": 4, "pp": 1, "ep": 2, "dp": 1}
     command = ["examples.gpt.plan:build", "--world", "8", "--tp", "2", "--cp", "4", "--pp", "1", "--ep", "2"]
     main([*command, "--etp", "1", "--cp-inner", "2", *flags])
-    _, head, line = capsys.readouterr().out.splitlines()[:3]
+    _, head, line, *_, trained = capsys.readouterr().out.splitlines()
+    assert "--tp 2 --cp 4 --ep 2 --etp 1 --set cp_inner=2" in trained
     assert head.split()[:8] == ["row", "tp", "pp", "cp", "ep", "dp", "etp", "cp_inner"]
     assert line.split()[:8] == ["1", "2", "1", "4", "2", "1", "1", "2"]
     found = dry_run(build_gpt, flags, 0, True, **sizes, etp=1, cp_inner=2)

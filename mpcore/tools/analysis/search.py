@@ -71,7 +71,8 @@ class Estimate:
 
     @property
     def flags(self) -> str:
-        mesh = [f"--{axis.replace('_', '-')} {size}" for axis, size in self.sizes.items() if size > 1]
+        sizes = {axis: size for axis, size in self.sizes.items() if size > 1 or axis in ("etp", "cp_inner")}
+        mesh = [f"--{axis.replace('_', '-')} {size}" for axis, size in sizes.items()]
         return " ".join([*mesh, *self.arguments])
 
 
