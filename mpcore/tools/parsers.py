@@ -32,9 +32,8 @@ def documents() -> Parser:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--steps", type=int, nargs="+", help="default: all spikes and skipped steps")
     parser.add_argument("--checkpoint", type=Path, help="rank the documents by their loss under these weights")
-    parser.add_argument(
-        "--program", default="examples.gpt.pretrain", help="module that trained it (default %(default)s)"
-    )
+    text = "module that trained it (default %(default)s)"
+    parser.add_argument("--program", default="examples.gpt.pretrain", help=text)
     parser.add_argument("--most", type=int, default=20, help="how many lines (default 20)")
     return parser
 

@@ -6,6 +6,7 @@ Use it after a run diverged or met NaN, to find the rank, layer and micro-batch.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
 from importlib import import_module
@@ -14,7 +15,6 @@ from types import ModuleType
 
 from mpcore.checkpoint import checkpoints, inspect
 from mpcore.checkpoint.format import read_manifest
-from mpcore.interop.hugging_face.config import read_json
 from mpcore.mesh import build_mesh
 from mpcore.tools import parsers
 from mpcore.tools.command_line import reports_errors
@@ -89,7 +89,8 @@ def saved_arguments(module: ModuleType, run: Path) -> argparse.Namespace:
         ValueError: if the folder has no config.json of a run.
     """
     path = run / "config.json"
-    found = read_json(path).get("run") if path.is_file() else None
+    content = json.loads(path.read_text()) if path.is_file() else None
+    found = content.get("run") if isinstance(content, dict) else None
     if not isinstance(found, dict):
         raise ValueError(f"{path} isn't there or has no 'run': name the --out folder of a run of {module.__name__}")
     args = argparse.Namespace(**{**vars(module.parse([])), **found})
