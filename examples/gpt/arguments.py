@@ -230,10 +230,8 @@ def _parser() -> Parser:
             "  and those of GPTConfig, and as moe.FIELD, latent.FIELD and linear.FIELD those of its parts",
         ],
     )  # fmt: skip
-    parser.add_argument(
-        "--config", metavar="PATH",
-        help="a .toml with flags and fields, or the config.json of another run; flags on the command line win",
-    )  # fmt: skip
+    text = "a .toml with flags and fields, or the config.json of another run; flags on the command line win"
+    parser.add_argument("--config", metavar="PATH", help=text)
     text = "fields as in the .toml of --config"
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help=text)
     for title, rows in FLAGS.items():
@@ -274,9 +272,10 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     text = path.read_text()
     content = json.loads(text) if path.suffix == ".json" else {"run": _toml(text)}
-    if "run" not in content:
+    found = content.get("run") if isinstance(content, dict) else None
+    if not isinstance(found, dict):
         raise ValueError("it has no 'run': give the config.json of a run")
-    return content["run"]
+    return found
 
 
 def _toml(text: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,8 @@ class Dashboards:
             from torch.utils.tensorboard import SummaryWriter
 
             board = SummaryWriter(out / "tensorboard", purge_step=first_step or None)
-            self.adders.append(
-                lambda step, values: [
-                    board.add_scalar(name, value, step, new_style=True, double_precision=True)
-                    for name, value in values.items()
-                ]
-            )
+            write = partial(board.add_scalar, new_style=True, double_precision=True)
+            self.adders.append(lambda step, values: [write(name, value, step) for name, value in values.items()])
             self.closers.append(board.close)
         if "wandb" in kinds:
             import wandb
@@ -95,7 +92,12 @@ class Profile:
 
     def after(self, step: int) -> None:
         """End and write, if this was the last step."""
-        if self.running is not None and (step + 1 not in self.steps):
+        if step + 1 not in self.steps:
+            self.close()
+
+    def close(self) -> None:
+        """End and write what is profiled, also where the run ends before the last step."""
+        if self.running is not None:
             self.running.stop()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.running.export_chrome_trace(f"{self.path}.json")

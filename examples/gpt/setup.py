@@ -282,6 +282,8 @@ def refuse_idle(args: argparse.Namespace, config: GPTConfig) -> None:
         (all(kind.mixer in LINEAR for kind in kinds), "qkv_bias output_bias", "no block with attention"),
         (moe.aux_loss is None, "moe.aux_coefficient", "moe.aux_loss none"),
         (moe.groups == 1, "moe.top_groups", "moe.groups 1"),
+        (moe.top_groups in (None, moe.groups), "moe.groups", f"moe.top_groups {moe.top_groups}: all groups"),
+        (bool(args.init_from), "init_std", "--init-from: the weights are there"),
         (not args.eval_every, "eval_samples eval_data", "--eval-every 0"),
         (args.no_save, "keep async_save save_every", "no_save"),
         (args.recompute == "none", "recompute_every", "--recompute none"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +174,7 @@ class Trainer:
     def train(self) -> bool:
         """Train all steps that are left. Return whether a signal stopped the run."""
         args, console, checkpoints = self.args, self.console, self.checkpoints
-        with checkpoints.folder() as records, console.recording(self, records):
+        with checkpoints.folder() as records, console.recording(self, records), closing(self.profile):
             faults = Faults(self.mesh, records, self.out, max_skips=args.max_skips,
                             check_replicas=args.check_replicas, check_speed=args.check_speed)  # fmt: skip
             until, worker = min(args.steps, args.exit_step or args.steps), local_updates(self.run, are_jobs=True)

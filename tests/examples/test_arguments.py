@@ -92,7 +92,7 @@ def test_errors_of_the_command_line_are_its_own(tmp_path, capsys):
     words = written(tmp_path, "steps = 7\nlr = 0.5\n[any]\nout = 'a b'")
     args = parse([*words, "--lr", "0.25"])
     assert (args.steps, args.lr, args.out) == (7, 0.25, "a b")
-    (tmp_path / "x.json").write_text("{}")
+    (tmp_path / "x.json").write_text('{"run": 3}')
     for more, sentence in ((["--steps", "many"], "pretrain: error: argument --steps"),
                            (["--set", "steps"], "pretrain --set: error: steps is not FIELD=VALUE"),
                            (["--config", str(tmp_path / "x.json")], "x.json: error: it has no 'run'"),

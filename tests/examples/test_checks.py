@@ -102,7 +102,7 @@ def test_what_does_not_go_together_is_refused_with_both_numbers(flags, sizes, me
     "--set mtp_weight=0.5", "--set rope_base=5e5 positions=learned", "--set rope_fraction=0.5 layers_spec=full+no-rope",
     "--set bias=true qkv_bias=true output_bias=false mlp_bias=false", "--set output_bias=true layers_spec=mamba",
     "--set moe.aux_coefficient=0.5 moe.aux_loss=none --experts 4", "--wait all",
-    "--set moe.top_groups=1 --experts 4", "--set keep=2 no_save=true",
+    "--set moe.top_groups=1 --experts 4", "--set moe.groups=2 --experts 4", "--set keep=2 no_save=true",
     "--set eval_samples=3 --eval-every 0", "--set eval_data=a=b --eval-every 0",
     "--save-every 2 --set no_save=true", "--set recompute_every=2", "--set first_loss_scale=4", "--local-steps 3",
     "--set residual_dtype=float32 --dtype float64", "--set profile=9:10 --steps 9", "--set nesterov=false",

@@ -126,15 +126,8 @@ def asks_of_watchdog(flags: str, out: Path) -> Any:
     return part.call_args.kwargs["timeout"]
 
 
-MEASURED = {
-    "tokens_per_second",
-    "memory",
-    "seconds",
-    "data_seconds",
-    "communication_seconds",
-    "exposed_seconds",
-    "compute_seconds",
-}
+SECONDS = {f"{what}seconds" for what in ("", "data_", "communication_", "exposed_", "compute_")}
+MEASURED = {"tokens_per_second", "memory", *SECONDS}
 
 
 def leaves(flags: str, out: Path) -> Any:
@@ -282,7 +275,7 @@ FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
     "check_speed": (checks_for, "", "--set check_speed=4"),
 }  # fmt: skip
 MORE = [(first_weights, "", "--seed 1"), (first_batch, "", "--seed 1"), (trains, "", "--optimizer adamw-bf16"),
-        (trains, "--steps 8 --warmup 0", "--set lr_schedule=linear")]  # fmt: skip
+        (trains, "--steps 8 --warmup 0", "--set lr_schedule=linear"), (leaves, "", "--set profile=2:9")]  # fmt: skip
 
 
 @cache

@@ -176,8 +176,9 @@ def test_a_place_without_a_checkpoint_is_named_and_where_there_is_one(tmp_path):
     with pytest.raises(ValueError, match=r"^.* has float32 weights: --dtype float32 goes on from it, not float64$"):
         trainer(*flags, "--kv-heads", "2", "--resume", str(path))
     trainer(*flags[2:], "--init-from", str(path), "--kv-heads", "2", "--dtype", "bfloat16")
-    with pytest.raises(ValueError, match=f"--kv-heads 1 is not the 2 of {path}"):
-        trainer(*flags[2:], "--init-from", str(path), "--kv-heads", "1")
+    for changed, message in (("1", "--kv-heads 1 is not the 2 of"), ("2 --set init_std=0.5", "init_std 0.5 has no")):
+        with pytest.raises(ValueError, match=message):
+            trainer(*flags[2:], "--init-from", str(path), "--kv-heads", *changed.split())
 
 
 @on_ranks(4, timeout=30)
