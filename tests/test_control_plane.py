@@ -322,4 +322,7 @@ def test_a_start_that_hangs_ends_and_names_the_host_that_gives_no_answer():
     run = Forked(GUARDED, env={**os.environ, **variables})
     _, stderr = run.communicate(timeout=60)
     assert run.returncode == 70, stderr
+    for wrong in (timedelta(minutes=10), "600", 0, -20.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="is not a number of seconds above 0 and below 1e8: take such as 600"):
+            build_mesh(timeout=wrong)  # type: ignore[arg-type]
     assert "the mesh was not built within 0.3 s: the host of rank 0 at 127.0.0.1:1 gives no answer" in stderr

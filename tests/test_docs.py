@@ -255,32 +255,26 @@ def test_the_page_on_debugging_runs(capsys):
     assert "rank 3: hidden [2, 8] weight [8, 8]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "parallelize.md",
-        "concepts.md",
-        "planner.md",
-        "weights.md",
-        "bitwise.md",
-        "own_layer.md",
-        "parameter_servers.md",
-        "choose.md",
-    ],
-)
+@pytest.mark.parametrize("page", [
+    "parallelize.md",
+    "concepts.md",
+    "planner.md",
+    "weights.md",
+    "bitwise.md",
+    "own_layer.md",
+    "parameter_servers.md",
+    "choose.md",
+])  # fmt: skip
 def test_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where a page writes files
     run_page(page)
 
 
-@pytest.mark.parametrize(
-    ("page", "alone", "others"),
-    [
-        ("evaluation.md", "losses[0]", "losses[1:]"),
-        ("less_memory.md", "losses['nothing']", "losses.values()"),
-        ("moe.md", "losses", "[spread]"),
-    ],
-)
+@pytest.mark.parametrize(("page", "alone", "others"), [
+    ("evaluation.md", "losses[0]", "losses[1:]"),
+    ("less_memory.md", "losses['nothing']", "losses.values()"),
+    ("moe.md", "losses", "[spread]"),
+])  # fmt: skip
 def test_a_page_has_the_losses_of_one_rank_in_all_its_variants(page, alone, others):
     held = run_page(page)
     expected = eval(alone, held)

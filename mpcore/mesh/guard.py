@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 import torch.distributed as dist
 
 from mpcore._torch.distributed import ranks_are_threads
-from mpcore.mesh.launch import read_launch
+from mpcore.mesh.launch import Launch, read_launch
 from mpcore.mesh.log import Logger, get_logger
 
 log: Logger = get_logger("mpcore.mesh")
@@ -29,14 +29,15 @@ def guard_start(start: Callable[P, T]) -> Callable[P, T]:
 
     If the connection to a host is cut, torch waits in C for about 15 minutes, and no Python exception can end the wait.
     """
-    signature = inspect.signature(start)
 
     @functools.wraps(start)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        given = inspect.signature(start).bind(*args, **kwargs).arguments.get("timeout")
+        limit = dist.default_pg_timeout.total_seconds() if given is None else given
+        if not isinstance(limit, int | float) or not 0 < limit < 1e8:
+            raise ValueError(f"timeout {limit!r} is not a number of seconds above 0 and below 1e8: take such as 600.0")
         if ranks_are_threads():  # a breakpoint may take long
             return start(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments.get("timeout")
-        limit = dist.default_pg_timeout.total_seconds() if given is None else given
         timer = threading.Timer(limit + GRACE_S, _end, (limit,))
         timer.daemon = True
         timer.start()
@@ -61,16 +62,15 @@ def host_named() -> Iterator[None]:
 def _end(limit: float) -> None:
     try:
         launch = read_launch(os.environ)
-        address, port = launch.address, launch.port
     except ValueError:  # another launcher: this thread must still end the process
-        address, port = os.environ.get("MASTER_ADDR", ""), 0
+        launch = Launch(address=os.environ.get("MASTER_ADDR", ""))
+    at, why = f"{launch.address}:{launch.port}", "a rank that had arrived gives no answer"
     try:
-        socket.create_connection((address, port), timeout=3).close()
-        why = "a rank that had arrived gives no answer"
+        socket.create_connection((launch.address, launch.port), timeout=3).close()
     except OSError as error:
-        why = f"the host of rank 0 at {address}:{port} gives no answer ({error}): it is down, or the link to it is cut"
+        why = f"the host of rank 0 at {at} gives no answer ({error}): it is down, or the link to it is cut"
     log.error(
-        "on %s: the mesh was not built within %g s: %s. Start the run again when all hosts reach %s:%s",
-        socket.gethostname(), limit, why, address, port,
+        "on %s: the mesh was not built within %g s: %s. Start the run again when all hosts reach %s",
+        socket.gethostname(), limit, why, at,
     )  # fmt: skip
     os._exit(EXIT_CODE)

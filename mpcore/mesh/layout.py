@@ -162,8 +162,8 @@ def for_worlds(ranks: dict[str, list[list[int]]], job_size: int, worlds: int) ->
 def level_ranks(groups: list[list[int]], inner: int) -> dict[str, list[list[int]]]:
     """Return the groups of the two levels of cp, "cp_outer" and "cp_inner"."""
     size = len(groups[0])
-    if inner < 1 or size % inner:
-        raise ValueError(f"cp_inner {inner} does not divide cp {size}: {divisors(size)}")
+    if not isinstance(inner, int) or inner < 1 or size % inner:
+        raise ValueError(f"cp_inner {inner!r} does not divide cp {size}: {divisors(size)}")
     return {
         "cp_outer": [group[i::inner] for group in groups for i in range(inner)],
         "cp_inner": [group[i : i + inner] for group in groups for i in range(0, size, inner)],

@@ -92,9 +92,9 @@ def test_the_worlds_of_a_job_are_of_consecutive_ranks():
 
 
 def test_levels_that_do_not_divide_cp_are_refused():
-    for inner in (0, -1, 2, 4):
-        with pytest.raises(ValueError, match=f"cp_inner {inner} does not divide cp 3: take one of 1, 3"):
-            layout.level_ranks([[0, 1, 2]], inner)
+    for inner in (0, -1, 2, 4, 3.0, "3"):
+        with pytest.raises(ValueError, match=f"cp_inner {inner!r} does not divide cp 3: take one of 1, 3"):
+            layout.level_ranks([[0, 1, 2]], inner)  # type: ignore[arg-type]
 
 
 def test_every_rank_has_read_the_secret_when_its_file_is_removed(monkeypatch, tmp_path):
