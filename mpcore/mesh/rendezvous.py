@@ -106,7 +106,7 @@ def open_store(launch: Launch, limit: timedelta) -> dist.Store:
     if isinstance(store, dist.Store):
         return store
     if "EADDRINUSE" in str(store):
-        problem = f"port {launch.port} is in use: end what listens there, or set MASTER_PORT to a free port"
+        problem = f"port {launch.port} is in use: end what listens there (another RANK 0?), or set a free MASTER_PORT"
     elif launch.keeps_store:
         problem = f"can't reach itself at {there}: set MASTER_ADDR to an address of this host"
     else:
