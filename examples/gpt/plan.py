@@ -223,7 +223,7 @@ def work(
         alike = len({is_dtensor(p) for p in parameters}) == 1  # one operator for all is quicker to count
         made = torch.optim.AdamW(parameters, fused=alike, foreach=False)
         more = [slot for each in merging if not each.are_jobs for slot in OUTER_SLOTS[: 1 + bool(each.momentum)]]
-        groups = build_optimizer(args, model, mesh).param_groups
+        groups = build_optimizer(args, model, mesh, stages).param_groups
         matrices = {p for group in groups if group.get("muon") for p in group["params"]}  # without a second moment
         trained = [p for p in model.parameters() if p.requires_grad]
 

@@ -135,10 +135,9 @@ def long_warmup(args: argparse.Namespace) -> str:
     )
 
 
-def build_optimizer(args: argparse.Namespace, model: nn.Module, mesh: Mesh) -> AdamW:
-    """Build the optimizer of --optimizer. Muon leaves the token embeddings and heads of the model's stages to AdamW."""
-    named = [each for stage in model.modules() if isinstance(stage, GPT) for each in stage.named_children()]
-    ends = [each for name, each in named if name in ("embedding", "head")]
+def build_optimizer(args: argparse.Namespace, model: nn.Module, mesh: Mesh, stages: Sequence[GPT]) -> AdamW:
+    """Build the optimizer of --optimizer. Muon leaves the token embeddings and heads of the stages to AdamW."""
+    ends = [each for stage in stages for name, each in stage.named_children() if name in ("embedding", "head")]
     options: dict = {"lr": args.lr, "betas": tuple(args.betas), "weight_decay": args.weight_decay, "seed": args.seed}
     options["eps"], scale = args.eps, args.embedding_lr_scale
     if args.optimizer == "muon":

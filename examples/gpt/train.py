@@ -61,7 +61,7 @@ class Trainer:
             overlap_halves(self.stages, mesh.pp)
         self.run = (invariant.prepare if args.bitwise else prepare)(
             self.stages, mesh, blocks={int(i): block for stage in self.stages for i, block in stage.blocks.items()},
-            loss=self.stages[-1].loss, optimizer=lambda model: build_optimizer(args, model, mesh),
+            loss=self.stages[-1].loss, optimizer=lambda model: build_optimizer(args, model, mesh, self.stages),
             seed=args.seed, micro_batches=setup.micro_batches, schedule=setup.plan, trace=args.trace,
             overlap=args.overlap, **policies(args, self.stages),
         )  # fmt: skip

@@ -32,7 +32,7 @@ MODELS = {
     "--set moe.aux_coefficient=0.1 --set moe.dispatch=all_to_all",
     "biased": f"{EXPERTS} --set moe.aux_loss=none moe.bias_rate=0.05 --set moe.every=2",
     "latent": "--preset tiny-mla --heads 5",
-    "latent muon": "--preset tiny-mla --heads 5 --optimizer muon",
+    "latent muon": "--preset tiny-mla --heads 5 --optimizer muon --layers 4",
     "latent experts": "--preset tiny-mla --heads 5 --experts 4 --set moe.d_ff=8",
     "hybrid": f"{EXPERTS} --layers 5 --set moe.latent_dim=6 moe.biased=true gate=head linear.head_dim=4 "
     "linear.key_heads=2 layers_spec=delta+dense,window=3+rope=100+moe,mamba+moe,kimi+dense,full+no-rope+dense",
@@ -67,7 +67,8 @@ CASES = [
     ("latent", {"tp": 2, "cp": 2}, "--sequence-parallel --cp-kind alltoall --recompute selective"),
     ("latent", {"tp": 2, "pp": 2}, "--schedule zb --offload activations"),
     ("latent", {"dp": 2, "tp": 2}, "--zero 2 --compile aot_eager"), ("latent experts", {"dp": 2, "tp": 2, "ep": 2}, ""),
-    ("latent muon", {"tp": 2}, ""), ("fp8", {"dp": 2, "cp": 2}, "--zero 3 --cp-kind ring"),
+    ("latent muon", {"tp": 2}, ""), ("latent muon", {"pp": 2}, "--schedule interleaved"),
+    ("fp8", {"dp": 2, "cp": 2}, "--zero 3 --cp-kind ring"),
     ("balanced batch", {"dp": 2, "ep": 2}, "--zero 3 --micro-batch 1"),
     ("balanced sequences", {"pp": 2}, "--schedule zb --micro-batch 1"),
     ("fp8", {"tp": 2, "pp": 2}, "--sequence-parallel --micro-batch 1"),
