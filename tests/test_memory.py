@@ -143,6 +143,7 @@ def test_the_command_refuses(capsys):
     for words, message in [
         ("--tp 7", "smaller than the tp size 7"), ("--dp 0", "dp 0 is smaller than 1"),
         ("--tp 2 --rank 2", "rank 2 is not from 0 to 1"), ("--offload optimizer", "--offload optimizer is not counted"),
+        ("--pp 2 --stage-blocks 3,1 --even-stages", "--stage-blocks 3,1 and --even-stages: give one"),
     ]:  # fmt: skip
         assert main(["memory", "examples.gpt.plan:build", *words.split()]) == 2
         assert message in capsys.readouterr().err

@@ -139,7 +139,6 @@ def test_a_step_that_the_run_has_not_is_refused(runs, capsys, tmp_path, run, ste
     content = {"run": {**content["run"], "dp": 1, **run}} if run is not None else {"model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(content).replace("CHECKPOINT", path))
     (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')
-    status = main(["replay", str(tmp_path), "--step", str(step)])
-    said = capsys.readouterr()
+    status, said = main(["replay", str(tmp_path), "--step", str(step)]), capsys.readouterr()
     assert (status, message.replace("CHECKPOINT", path) in said.err) == (2 if message else 0, True)
     assert message or "resumed after step 2" in said.out

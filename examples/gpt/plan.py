@@ -54,10 +54,11 @@ def outline(mesh: Mesh, arguments: list[str]) -> LayoutSpec:
         V = find_schedule(args.schedule, pp, micro_batches, args.virtual_stages).stages // pp
     else:
         check_schedule(args.schedule, pp, micro_batches, V)
+    blocks = even_blocks(config.layers, pp * V) if own.even_stages else stage_blocks(config, pp * V)
     if own.stage_blocks is not None:
+        if own.even_stages:
+            raise ValueError(f"--stage-blocks {own.stage_blocks} and --even-stages: give one of them")
         blocks = given_blocks(own.stage_blocks, config.layers, pp * V)
-    else:
-        blocks = even_blocks(config.layers, pp * V) if own.even_stages else stage_blocks(config, pp * V)
     return LayoutSpec(
         args.schedule, pp, micro_batches, args.virtual_stages, blocks,
         kind=config.kind,
