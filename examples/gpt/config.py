@@ -263,8 +263,7 @@ class GPTConfig:
         """Width of the dense MLP."""
         if self.d_ff is not None:
             return self.d_ff
-        gated = self.activation in GATED
-        return -(-8 * self.d_model // (3 * 64)) * 64 if gated else 4 * self.d_model
+        return -(-8 * self.d_model // (3 * 64)) * 64 if self.activation in GATED else 4 * self.d_model
 
     @property
     def output_std(self) -> float:

@@ -28,6 +28,7 @@ from mpcore.tools.fault_tolerance.metrics import MetricsWriter
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+    from examples.gpt.config import GPTConfig
     from examples.gpt.train import Trainer
 
 
@@ -224,8 +225,16 @@ def summary(trainer: Trainer) -> str:
         f"parameters, gradients and Adam: {size / 2**20:.1f} MiB ({peak_memory(mesh) / 2**20:.0f} MiB held so far)\n"
         f"{len(trainer.setup.train):,} training samples of {config.seq_len} tokens, "
         f"{len(trainer.held_out or ()):,} held out; {trainer.setup.micro_batches} micro-batches a step"
-        + (f"\n{warning}" if (warning := long_warmup(trainer.args)) else "")
+        + "".join(f"\n{told}" for told in (long_warmup(trainer.args), idle_width(trainer.args, config)) if told)
     )
+
+
+def idle_width(args: argparse.Namespace, config: GPTConfig) -> str:
+    """Return a warning if `--d-ff` was given and no block has a dense MLP."""
+    own = config.moe.d_ff if config.moe and all(map(config.has_experts, range(config.layers))) else None
+    if own is None or {**vars(args), **args.model}.get("d_ff") is None or config.mtp:
+        return ""
+    return f"--d-ff {config.d_ff} has no effect: every block has experts, of moe.d_ff {own}"
 
 
 def mfu(trainer: Trainer, tokens_per_second: float) -> float:

@@ -171,8 +171,8 @@ class GPT(nn.Module):
 
     def __init__(
         self, config: GPTConfig, mesh: Mesh = Mesh(), *, context: str = "zigzag", sequence_parallel: bool = False,
-        blocks: range | None = None, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None, residual_dtype: torch.dtype | None = None,
+        blocks: range | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        residual_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         c, layout = config, Layout(mesh, context, sequence_parallel, device, dtype)

@@ -317,8 +317,7 @@ def counts_of_period(weights: Sequence[float]) -> list[int]:
         raise ValueError(f"weights {list(weights)} are not all positive numbers")
     exact = np.asarray(weights, np.float64) / np.sum(weights) * PERIOD
     counts = np.floor(exact).astype(np.int64)
-    most = np.argsort(counts - exact, kind="stable")
-    counts[most[: PERIOD - int(counts.sum())]] += 1
+    counts[np.argsort(counts - exact, kind="stable")[: PERIOD - int(counts.sum())]] += 1
     if counts.min() < 1:
         raise ValueError(
             f"weight {weights[int(counts.argmin())]} of {sum(weights):g} in all is below 1 in {PERIOD:,}: "

@@ -130,6 +130,9 @@ def test_a_single_text_is_a_corpus_and_short_documents_train_without_evaluations
     short = trainer("--data", write(tmp_path / "short", [[1, 2]] * 40), "--eval-every", "0")
     assert math.isfinite(short.step()["loss"])
     assert "4 training samples of 16 tokens, 0 held out" in summary(short)
+    for every, told in (("1", True), ("2", False)):  # every second block has a dense MLP
+        run = trainer("--d-ff", "25", "--experts", "4", "--set", "moe.d_ff=8", f"moe.every={every}")
+        assert ("--d-ff 25 has no effect: every block has experts, of moe.d_ff 8" in summary(run)) == told
     with pytest.raises(ValueError, match="the held-out part has no sample: --eval-every above 0 says why"):
         short.evaluate()
 

@@ -207,8 +207,7 @@ def test_a_frozen_table_that_stages_share_stays_as_it_is() -> None:
 
 
 def test_processes_have_the_bits_of_threads(ranks) -> None:
-    found = ranks(4, on_processes, "tp2spdp2zero1", Case(steps=2))
-    assert not differing(alone(Case(steps=2)), merged(found))
+    assert not differing(alone(Case(steps=2)), merged(ranks(4, on_processes, "tp2spdp2zero1", Case(steps=2))))
 
 
 def on_processes(layout: str, case: Case) -> dict[str, str]:

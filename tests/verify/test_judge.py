@@ -83,8 +83,7 @@ def test_the_own_error_is_the_largest_of_the_rounded_runs():
         return seen(gradients={"w": number(x, *(shape or (2,)))})
 
     rounded = [run(1.25), run(0.5), run(9.0, 3), seen()]
-    of = Judge(run(1.0), torch.float32, rounded)
-    assert of._own("gradients", "w") == 0.5
+    assert Judge(run(1.0), torch.float32, rounded)._own("gradients", "w") == 0.5
     assert Judge(run(1.0))._own("gradients", "w") == 0.0
     assert Judge(run(1.0), torch.float32, rounded[2:])._own("gradients", "w") == 0.0
 

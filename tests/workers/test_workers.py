@@ -418,8 +418,7 @@ def test_a_run_resumes_after_all_of_its_workers_ended(tmp_path):
     options["about"] = {**ABOUT, "newer": "no"}  # a setting that the program has since then
     again = Worker(folder=tmp_path, **options)
     finish(again, Worker([again.address], **options))
-    lines = check(tmp_path, 200, [again])
-    assert [line["worker"] for line in lines if line["op"] == "join"] == [0, 1, 2, 3]
+    assert [line["worker"] for line in check(tmp_path, 200, [again]) if line["op"] == "join"] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
