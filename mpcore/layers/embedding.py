@@ -126,17 +126,9 @@ class ColumnParallelEmbedding(_Table):
     """
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        tp: Axis = Axis(name="tp"),
-        gather_output: bool = False,
-        unit: int = 1,
-        padding_idx: int | None = None,
-        init: Init | None = None,
-        **like: Unpack[TensorOptions],
-    ) -> None:
+        self, num_embeddings: int, embedding_dim: int, *, tp: Axis = Axis(name="tp"), gather_output: bool = False,
+        unit: int = 1, padding_idx: int | None = None, init: Init | None = None, **like: Unpack[TensorOptions],
+    ) -> None:  # fmt: skip
         super().__init__(num_embeddings, embedding_dim, padding_idx, tp=tp, init=init, **like)
         check_size("embedding_dim", embedding_dim, tp, unit)
         self.gather_output = gather_output

@@ -59,15 +59,9 @@ class ParallelMLP(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        activation: Activation = "swiglu",
-        *,
-        bias: bool = True,
-        output_init: Init | None = None,
-        **options: Unpack[LayerOptions],
-    ) -> None:
+        self, dim: int, hidden_dim: int, activation: Activation = "swiglu", *, bias: bool = True,
+        output_init: Init | None = None, **options: Unpack[LayerOptions],
+    ) -> None:  # fmt: skip
         super().__init__()
         check_names(options, LayerOptions)
         self.activation: Callable[[Tensor], Tensor]

@@ -8,10 +8,13 @@ model knows cp.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from mpcore.collectives import all_reduce
+from mpcore.kernels._checks import can_read
 from mpcore.layers.attention.heads import HeadAttention
 from mpcore.layers.dropout import Dropout
 from mpcore.layers.embedding import ColumnParallelEmbedding, PositionEmbedding, VocabParallelEmbedding
@@ -45,7 +48,7 @@ def check_axes(stages: Sequence[nn.Module], mesh: Mesh) -> None:
                         f"{axis.size}: pass {axis.role}=mesh.{axis.role}"
                     )
             if mesh.cp.size > 1 and isinstance(module, Dropout | PositionEmbedding):
-                module.register_forward_pre_hook(_check_positions, with_kwargs=True)
+                module.register_forward_pre_hook(partial(_check_positions, mesh.cp), with_kwargs=True)
     shards = [shard for stage in stages for _, _, each in declarations(stage) for shard in each.shards]
     sharded = {shard.axis.key for shard in shards if shard.axis.size > 1}
     ours = {module: type(module).__module__.partition(".")[0] in ("torch", "mpcore") for _, module in modules}
@@ -95,10 +98,15 @@ def check_axes(stages: Sequence[nn.Module], mesh: Mesh) -> None:
         )
 
 
-def _check_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_positions(cp: Axis, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name, place = ("tokens", 2) if isinstance(module, Dropout) else ("positions", 1)
     idle = isinstance(module, Dropout) and not (module.training and module.p)
-    if not idle and (args[place] if len(args) > place else kwargs.get(name)) is None:
+    given = args[place] if len(args) > place else kwargs.get(name)
+    if isinstance(module, PositionEmbedding) and given is not None and can_read(given):  # a rank must not raise alone
+        longest = int(all_reduce((given.max() + 1).to(module.weight.device), cp, "max"))
+        if longest > module.num_positions:
+            raise input_error(f"a position of cp is {longest - 1}, and the model has {module.num_positions} positions")
+    if not idle and given is None:
         raise input_error(
             f"{name} is missing, and the ranks of cp have tokens of different positions: pass "
             f"{name}=mpcore.sequence_index(T, mesh.cp, context), or torch.arange(T) if x has all tokens"

@@ -235,8 +235,7 @@ def test_pitfall_67_a_scheduler_of_torch_goes_on_after_a_resume(tmp_path):
         return rates, run, scheduler
 
     want, (first, run, scheduler) = steps(5)[0], steps(2)
-    path = run.save(tmp_path, extra={"scheduler": scheduler.state_dict()})
-    assert first + steps(3, path)[0] == want
+    assert first + steps(3, run.save(tmp_path, extra={"scheduler": scheduler.state_dict()}))[0] == want
 
 
 def test_what_was_frozen_in_prepare_gets_no_gradient_in_half_precision():

@@ -38,8 +38,7 @@ def test_features_in_another_order_and_rows_that_were_normalized_apart():
     assert "another order" not in module("tp2", "tp", [order + 1, order + 1])
     wide = torch.cat([W, NOISE], 1)
     scaled = W * torch.tensor([[2.0], [3.0], [5.0]]) + torch.tensor([[1.0], [-1.0], [0.5]])
-    apart = [scaled, NOISE]
-    assert "over 8 features sees only the 4" in module("tp2", "tp", apart, wide, features={"m": [(0, 4)]})
+    assert "over 8 features sees only the 4" in module("tp2", "tp", [scaled, NOISE], wide, features={"m": [(0, 4)]})
     bent = [scaled + 0.1 * NOISE, NOISE]
     assert "a norm or a softmax over" not in module("tp2", "tp", [scaled, scaled]), "each rank has all features"
     assert "over 8 features" not in module("tp2", "tp", bent, wide, features={"m": [(0, 4)]})

@@ -203,8 +203,7 @@ def test_a_stopped_run_goes_on_from_its_last_outer_step(tmp_path):
         (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         kept = lines
     assert [line["why"] for line in kept if line["op"] == "leave"] == [STOPPED, STOPPED, ENDED]
-    steps = [step for line in kept for e in line.get("updates", ()) for step in range(*e["steps"])]
-    assert steps == list(range(30))
+    assert [step for line in kept for e in line.get("updates", ()) for step in range(*e["steps"])] == list(range(30))
     found = replayed(tmp_path, tmp_path / "r", steps=30)
     assert (found.updates, found.differing) == (10, [])
 
