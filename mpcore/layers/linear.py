@@ -162,15 +162,9 @@ class RowParallelLinear(ParallelLinear):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        input_is_parallel: bool = True,
-        unit: int = 1,
+        self, in_features: int, out_features: int, bias: bool = True, *, input_is_parallel: bool = True, unit: int = 1,
         **options: Unpack[LayerOptions],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, **options)
         check_size("in_features", in_features, self.tp, unit)
         self.input_is_parallel = input_is_parallel

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mpcore.collectives import all_reduce
+from mpcore._torch.pytree import leaves
+from mpcore.collectives import all_reduce, shard_sizes
 from mpcore.gradients.accumulate import gradient_of
-from mpcore.mesh.agreement import check_same, together
+from mpcore.mesh.agreement import check_same, gather_objects, together
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import Logger, get_logger
 from mpcore.random import random_state
@@ -90,7 +91,9 @@ class FirstStep(Observer):
         """Raise on every rank if `forward_backward` got other arguments on a rank, or a batch that doesn't fit."""
         given = {"tokens": tokens is not None, "arguments": sorted(arguments)}
         check_same("arguments of forward_backward", given, self.mesh.world)
-        together(self.mesh.world, lambda: run.pipeline.cut(arguments))
+        shapes = [[*x.shape] for x in leaves(arguments["x"]) if isinstance(x, Tensor)]
+        every = gather_objects(shapes, self.mesh.cp.group)
+        together(self.mesh.world, lambda: (run.pipeline.cut(arguments), _check_shards(every)))
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
         varied = (bool((x != x.flatten()[:1]).any()) for x in map(local_tensor, self.parameters))
@@ -118,6 +121,18 @@ class FirstStep(Observer):
         run.observers.remove(self)
         if self.loss_check and self.loss_check.tokens:
             check_replicas(run.tree, run.mesh, self.half, self.states, CHANGED if self.writes.changed else "")
+
+
+def _check_shards(every: list[list[list[int]]]) -> None:
+    """Raise ValueError if the tokens of x on the ranks of cp are no shards of one sequence."""
+    for shapes in zip(*every, strict=False):
+        for sizes in zip(*shapes, strict=False):
+            shards = shard_sizes(sum(sizes), len(sizes))
+            if len({*sizes}) > 1 and [*sizes] != shards:
+                raise ValueError(
+                    f"the ranks of cp have {[*sizes]} tokens of x, and {shards} are the shards of {sum(sizes)}: give "
+                    f"each its part, shard_sequence(x, mesh.cp, context)"
+                )
 
 
 def _writes(run: Run) -> list[str]:

@@ -46,8 +46,7 @@ def check_gradients(sizes, kind, changes, options, zero=None):
     here = (tokens, targets, samples)
     *here, samples = (t.chunk(axes.dp.size)[axes.dp.rank] for t in here)
     here = shard_sequence(dict(enumerate(here)), axes.cp, kind)
-    count = all_reduce((here[1] != -100).sum(), axes.data)
-    assert count == 11
+    assert all_reduce((here[1] != -100).sum(), axes.data) == 11
     pipeline = Pipeline(model, axes, 2 // axes.dp.size, loss)
     total = all_reduce(pipeline.forward_backward(here[0], here[1], samples=samples), axes.data)
     reduce_gradients(model, *([axes.data] if zero is None else []))

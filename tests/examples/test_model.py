@@ -75,8 +75,7 @@ def test_losses_of_further_tokens_are_weighted():
 
 def test_a_warm_up_has_three_names_and_the_decay_its_own_steps():
     def rate(flags: str, step: int, warmup: str = "--warmup 2") -> float:
-        args = parse(["--steps", "10", *warmup.split(), *flags.split()])
-        return learning_rate(lr_schedule(args), step)
+        return learning_rate(lr_schedule(parse(["--steps", "10", *warmup.split(), *flags.split()])), step)
 
     assert [rate("--lr 0.5", step) for step in (0, 1)] == [0.25, 0.5]
     for warmup in ("warmup_share=0.2", "warmup_samples=32"):  # of 16 a step

@@ -87,8 +87,7 @@ def test_training_a_tokenizer(tmp_path, inputs):
     assert prepared.tokens < prepared.bytes
     IndexedDataset(prefix).check_tokens(trained.vocab_size)
     # The tokenizer file alone is enough to prepare the same tokens again.
-    again = prepare([inputs], tmp_path / "out" / "d", tokenizer=f"{prefix}.tokenizer.json")
-    assert again.tokens == prepared.tokens
+    assert prepare([inputs], tmp_path / "out" / "d", tokenizer=f"{prefix}.tokenizer.json").tokens == prepared.tokens
     assert (tmp_path / "out" / "d.bin").read_bytes() == (tmp_path / "out" / "c.bin").read_bytes()
     # It may even lie among the output that is replaced; a tokenizer that is not in use may not stay there.
     prepare([inputs], prefix, tokenizer=f"{prefix}.tokenizer.json", force=True)

@@ -42,8 +42,7 @@ def finder_on(workers: int) -> list[list[tuple[int, str]]]:
 
 
 def test_a_rank_is_reported_after_two_checks_in_a_row_and_as_long_as_it_is_slow():
-    want = [[], [], [(1, "data")], [(2, "data")], [(2, "data")]]
-    assert mp.simulate(finder_on, 1, ranks=4) == [want] * 4
+    assert mp.simulate(finder_on, 1, ranks=4) == [[[], [], [(1, "data")], [(2, "data")], [(2, "data")]]] * 4
 
 
 # --- spikes -----------------------------------------------------------------------------------------------------------

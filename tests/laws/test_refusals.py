@@ -68,6 +68,12 @@ def unequal_messages(mesh: mp.Mesh) -> None:
     dist.all_to_all_single(torch.empty(4), torch.empty(4), [2, 2], sizes, group=mesh.dp.group)
 
 
+def unequal_shards(mesh: mp.Mesh) -> None:
+    model = mp.ParallelAttention(4, 2, cp=mesh.cp, context="ring")
+    run = mp.prepare(model, mesh, blocks=[], loss=nn.MSELoss(reduction="sum"), optimizer=mp.AdamW, initialize=False)
+    run.forward_backward(*[torch.ones(1, 4 - 2 * mesh.cp.rank, 4)] * 2)
+
+
 def without_positions(layer: Callable[[Axis], nn.Module], mesh: mp.Mesh) -> None:
     model = nn.Sequential(mp.ParallelAttention(4, 2, cp=mesh.cp, context="ring"), layer(mesh.cp))
     mp.prepare(model, mesh, blocks=[], initialize=True, loss=nn.MSELoss(), optimizer=mp.AdamW, data=mp.Zero(0))
@@ -209,6 +215,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"virtual degree 2 with torch.bfloat16: take float32 or float64": (
         ValueError, lambda: verify(nn.Linear, {"x": torch.ones(1)}, [], dtype=torch.bfloat16, virtual=2)
     ),
+    r"ranks of cp have \[4, 2\] tokens of x, and \[3, 3\]": (Exception, lambda: mp.simulate(unequal_shards, cp=2)),
     **{words: (Exception, partial(mp.simulate, partial(without_positions, of), cp=2)) for words, of in PLACED.items()},
     r"length 10 is not a multiple of the unit 4": (ValueError, lambda: collectives.shard_sizes(10, 2, 4)),
     r"tp axis of size 2 has no process group": (
