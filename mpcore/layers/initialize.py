@@ -35,14 +35,14 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
 
     Raises:
         ValueError: if nothing fills a parameter or a buffer on the meta device (its module declares no initial values
-            and has no `reset_parameters`), or if a parameter is already sharded over the data ranks.
+            and has no `reset_parameters` that fills it), or if a parameter is already sharded over the data ranks.
 
     Example:
         >>> model = mpcore.layers.materialize(mpcore.ParallelMLP(4, 8, device="meta"), seed=0)
         >>> model.up.weight.device.type
         'cpu'
     """
-    draws, resets = [], {}
+    draws, resets, drawn = [], {}, []
     for name, module, leaf, parameter in owners(model):
         if is_dtensor(parameter):
             raise ValueError(f"{name} is sharded over data already: materialize first")
@@ -51,14 +51,11 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
             draws.append((name, module, leaf, init))
         elif _reset_of(module) is not None:
             resets[id(module)] = (name.rpartition(".")[0], module)
+            drawn += [(name, module, leaf)] if parameter.is_floating_point() and parameter.itemsize > 1 else []
         else:
             raise _unfilled(name, module, leaf, "parameter")
-    buffers = [
-        (name, module, leaf)
-        for name, module in named_modules(model)
-        for leaf, buffer in module.named_buffers(recurse=False)
-        if buffer.is_meta
-    ]
+    held = [(name, module, module.named_buffers(recurse=False)) for name, module in named_modules(model)]
+    buffers = [(name, module, leaf) for name, module, each in held for leaf, buffer in each if buffer.is_meta]
     for name, module, leaf in buffers:
         if _reset_of(module) is None:
             raise _unfilled(name, module, leaf, "buffer")
@@ -66,8 +63,9 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
         _to_empty(model, device)
     else:
         model.to(device)
-    emptied = [(*place, place[1]._buffers[place[2]]) for place in buffers]
-    versions = [buffer._version for *_, buffer in emptied]  # type: ignore[union-attr]
+    for _, module, leaf in drawn:
+        module._parameters[leaf].fill_(torch.nan)  # type: ignore[union-attr]
+    emptied: list[Any] = [(*place, x := place[1]._buffers[place[2]], x._version) for place in buffers]  # type: ignore
     for name, module in {id(module): (name, module) for name, module, _ in buffers}.values():
         if id(module) not in resets:  # first: this reset may change parameters, which are filled below
             _reset(name, module, seed, device)
@@ -78,7 +76,10 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
         parameter.copy_(sharding.take(fill(init, full, generator(seed, name))))
     for name, module in sorted(resets.values(), key=lambda reset: getattr(reset[1], "reset_parameters", None) is None):
         _reset(name, module, seed, device)  # torch's attention last: it resets its output projection again
-    for (name, module, leaf, buffer), version in zip(emptied, versions, strict=True):
+    for name, module, leaf in drawn:
+        if (p := module._parameters[leaf]) is not None and p.isnan().any():
+            raise _unfilled(name, module, leaf, "parameter")
+    for name, module, leaf, buffer, version in emptied:
         now = module._buffers[leaf]
         if now is buffer and buffer is not None and buffer._version == version and buffer.numel():
             raise _unfilled(name, module, leaf, "buffer")
@@ -91,8 +92,7 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
 def allocate(model: nn.Module, device: torch.device | str) -> None:
     """Allocate the parameters that are on the meta device, without values, and move all other tensors to `device`."""
     made: dict[nn.Parameter, nn.Parameter] = {}
-    roots: list[Any] = [model, *fsdp.units(model)]
-    for module in dict.fromkeys(inner for root in roots for inner in root.modules()):
+    for module in dict.fromkeys(x for root in (model, *fsdp.units(model)) for x in root.modules()):  # type: ignore
         for leaf, p in module._parameters.items():
             if p is not None and p.is_meta:
                 if p not in made:
