@@ -36,17 +36,9 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def generate(
-    model: GPT,
-    pipeline: Pipeline,
-    mesh: Mesh,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    new_tokens: int = 120,
-    temperature: float = 0.8,
-    seed: int = 0,
-    draft: bool = False,
-) -> str:
+    model: GPT, pipeline: Pipeline, mesh: Mesh, tokenizer: Tokenizer, prompt: str, *, new_tokens: int = 120,
+    temperature: float = 0.8, seed: int = 0, draft: bool = False,
+) -> str:  # fmt: skip
     """Continue a prompt, token by token.
 
     Args:

@@ -38,13 +38,9 @@ class LossScaler:
     """
 
     def __init__(
-        self,
-        mesh: Mesh = Mesh(),
-        scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
+        self, mesh: Mesh = Mesh(), scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5,
         growth_interval: int = 2000,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if scale <= 0 or growth_factor < 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
             raise ValueError(
                 f"scale {scale} and growth_interval {growth_interval} must be positive, growth_factor {growth_factor} "
