@@ -125,7 +125,8 @@ def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Start to sum over the axis and keep this rank's equal shard of dimension 0. `wait` returns the result."""
-    return _call(_ops.reduce_scatter_tensor.default, x.contiguous(), "sum", axis.size, _group(axis))
+    group = _group(axis)  # first: it says what is no axis
+    return _call(_ops.reduce_scatter_tensor.default, x.contiguous(), "sum", axis.size, group)
 
 
 def start_send(x: Tensor, axis: Axis, to: int | None, receive: Sequence[int]) -> Tensor:
