@@ -130,7 +130,8 @@ def check_frozen_and_undeclared() -> None:
     m = mesh(tp=2)
     model = Norms(m.tp)
     model.norm.weight.requires_grad_(False)
-    optimizer = guard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    own = type("Own", (torch.optim.SGD,), {"zero_grad": lambda self: torch.optim.SGD.zero_grad(self)})
+    optimizer = guard_optimizer(own(model.parameters(), lr=0.1), model)
     for _ in range(2):  # nothing is pending of what is trained
         model(torch.ones(4, 3)).sum().backward()
         optimizer.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,7 @@ def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]
     optimizer.register_step_pre_hook(guard)
     optimizer.register_state_dict_post_hook(guard.mark_state)
     if not isinstance(optimizer, ReadsMainGradients):
-        optimizer.zero_grad = partial(guard.zero_grad, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = partial(guard.zero_grad, optimizer, optimizer.zero_grad)  # type: ignore[method-assign]
     return optimizer
 
 
@@ -79,9 +79,9 @@ class _Guard:
         self.cut: set[Tensor] = set()
         self.units: list[Any] = []
 
-    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
-        """Drop gradients as torch does, and those that ZeRO has not summed."""
-        type(optimizer).zero_grad(optimizer, set_to_none)
+    def zero_grad(self, optimizer: Optimizer, zero: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Drop gradients as the optimizer does, and those that ZeRO has not summed."""
+        zero(*args, **kwargs)
         kept = {p: p.grad for group in optimizer.param_groups for p in group["params"]}
         for model in self.models:
             drop_gradients(model, kept)
