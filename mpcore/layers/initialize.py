@@ -77,7 +77,7 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
     for name, module in sorted(resets.values(), key=lambda reset: getattr(reset[1], "reset_parameters", None) is None):
         _reset(name, module, seed, device)  # torch's attention last: it resets its output projection again
     for name, module, leaf in drawn:
-        if (p := module._parameters[leaf]) is not None and p.isnan().any():
+        if (p := module._parameters[leaf]) is not None and not p.is_meta and p.isnan().any():
             raise _unfilled(name, module, leaf, "parameter")
     for name, module, leaf, buffer, version in emptied:
         now = module._buffers[leaf]

@@ -152,7 +152,7 @@ def test_what_is_not_ours_is_reset_from_its_name():
 
     first, second = build("meta"), build("cpu")
     state = torch.random.get_rng_state()
-    materialize(first, 3), materialize(second, 3)
+    materialize(first, 3), materialize(second, 3), materialize(build("meta"), 3, "meta")
     assert torch.equal(state, torch.random.get_rng_state()), "torch's own generator moved"
     for p, q in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(p, q)
