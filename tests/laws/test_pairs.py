@@ -158,7 +158,7 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -
     if got.keys() != want.keys():
         return f"names differ: {sorted(got.keys() ^ want.keys())}"
     errors = {name: ((got[name] - want[name]).abs().max() / want[name].abs().max().clamp(1)).item() for name in want}
-    worst = max(errors, key=lambda name: -1.0 if errors[name] <= tolerance else errors[name])
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     return EQUAL if errors[worst] <= tolerance else f"{worst} is off by {errors[worst]:.2g}"
 
 
