@@ -218,11 +218,10 @@ class Run:
 
     def attach(self) -> None:
         """Let observers that were appended look at the run."""
-        for observer in self.observers:
-            if observer not in self._attached:
-                with self.parameters():
-                    observer.attach(self)
-                self._attached.append(observer)
+        while (new := next((each for each in self.observers if each not in self._attached), None)) is not None:
+            with self.parameters():
+                new.attach(self)
+            self._attached.append(new)
 
     def _compute(self, x: Any, target: Any, arguments: Mapping[str, Any]) -> Tensor | None:
         with self._autocast(), offload_activations() if self.offload.activations else nullcontext():

@@ -102,22 +102,21 @@ def test_an_unused_weight_of_several_stages_a_rank_is_not_decayed():
 
 def test_an_observer_that_is_appended_is_attached_before_the_next_step():
     class Attached(Observer):
-        """Counts."""
-
-        times = 0
+        times, leaves = 0, False
 
         def attach(self, run: mp.Run) -> None:
             self.times += 1
+            _ = self.leaves and run.observers.remove(self)
 
-    def times(mesh: mp.Mesh) -> int:
-        run, later = start(mesh), Attached()
-        step(run)
-        run.observers.append(later)
-        step(run)
-        step(run)
-        return later.times
+    def times(mesh: mp.Mesh) -> list[int]:
+        run, later, found = start(mesh), Attached(), []
+        for appended in ([], [type("Leaving", (Attached,), {"leaves": True})(), later], []):
+            run.observers += appended
+            step(run)
+            found += [later.times]
+        return found
 
-    assert mp.simulate(times) == [1]
+    assert mp.simulate(times) == [[0, 1, 1]]
 
 
 class Counts(torch.optim.SGD):
