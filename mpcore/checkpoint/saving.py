@@ -69,8 +69,8 @@ class _Request:
     beside: Mapping[str, bytes] | None
 
     def __post_init__(self) -> None:
-        told = {name: getattr(self, name) for name in ("step", "sample", "seed", "keep", "keep_every")}
-        check_same("arguments of save", told, self.mesh.world)
+        of = ((k, getattr(self, k)) for k in ("step", "sample", "seed", "keep", "keep_every"))  # may be on a GPU
+        check_same("arguments of save", {k: x.tolist() if isinstance(x, Tensor) else x for k, x in of}, self.mesh.world)
 
     def manifest(self, optimizer: list[Any] | None) -> Manifest:
         """Return the manifest of this moment, without files and tensors."""

@@ -184,7 +184,8 @@ def test_ranks_that_keep_other_checkpoints_are_refused(tmp_path):
                 saving.save(tmp_path / "c", model(), **{"mesh": on, "step": 1, name: 1 + on.world.rank})
         with pytest.raises(ValueError, match=r"\.d\.mpcore-tmp isn't there: let all ranks save to one .*rank 1 of 2"):
             saving.save(tmp_path / "cd"[on.world.rank], mp.ColumnParallelLinear(2, 4, tp=on.tp), mesh=on, step=1)
-        made = [saving.save(tmp_path / name, model(), mesh=on, step=int(name)) for name in "12"]
+        same = ((1, 2), torch.arange(1, 3))[on.world.rank]
+        made = [saving.save(tmp_path / f"{n}", model(), mesh=on, step=n) for n in same]
         with pytest.raises(ValueError, match=r"ranks read two checkpoints, \S+/1 and \S+/2: give all one path"):
             load(made[on.world.rank], model(), mesh=on)
 
