@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from mpcore.collectives import all_reduce
@@ -100,13 +101,12 @@ def check_axes(stages: Sequence[nn.Module], mesh: Mesh) -> None:
 
 def _check_positions(cp: Axis, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name, place = ("tokens", 2) if isinstance(module, Dropout) else ("positions", 1)
-    idle = isinstance(module, Dropout) and not (module.training and module.p)
     given = args[place] if len(args) > place else kwargs.get(name)
     if isinstance(module, PositionEmbedding) and given is not None and can_read(given):  # a rank must not raise alone
-        longest = int(all_reduce((given.max() + 1).to(module.weight.device), cp, "max"))
-        if longest > module.num_positions:
-            raise input_error(f"a position of cp is {longest - 1}, and the model has {module.num_positions} positions")
-    if not idle and given is None:
+        low, high = all_reduce(torch.stack([-given.min(), given.max()]).to(module.weight.device), cp, "max").tolist()
+        if low > 0 or high >= module.num_positions:
+            raise input_error(f"a position of cp is {-low if low > 0 else high}: give 0 to {module.num_positions - 1}")
+    if given is None and (isinstance(module, PositionEmbedding) or (module.training and module.p)):
         raise input_error(
             f"{name} is missing, and the ranks of cp have tokens of different positions: pass "
             f"{name}=mpcore.sequence_index(T, mesh.cp, context), or torch.arange(T) if x has all tokens"

@@ -64,8 +64,7 @@ def replay_without_mesh() -> None:
 
 
 def unequal_messages(mesh: mp.Mesh) -> None:
-    sizes = [[1, 3], [2, 2]][mesh.dp.rank]
-    dist.all_to_all_single(torch.empty(4), torch.empty(4), [2, 2], sizes, group=mesh.dp.group)
+    dist.all_to_all_single(torch.empty(4), torch.empty(4), [2, 2], [[1, 3], [2, 2]][mesh.dp.rank], group=mesh.dp.group)
 
 
 def unequal_shards(mesh: mp.Mesh) -> None:
@@ -77,7 +76,8 @@ def unequal_shards(mesh: mp.Mesh) -> None:
 def without_positions(layer: Callable[[Axis], nn.Module], mesh: mp.Mesh) -> None:
     model = nn.Sequential(mp.ParallelAttention(4, 2, cp=mesh.cp, context="ring"), layer(mesh.cp))
     mp.prepare(model, mesh, blocks=[], initialize=True, loss=nn.MSELoss(), optimizer=mp.AdamW, data=mp.Zero(0))
-    given = [torch.arange(4) + 4 * mesh.cp.rank] if getattr(model[1], "num_positions", 9) < 9 else []
+    start = {5: 4, 8: -4}.get(getattr(model[1], "num_positions", 9), 0) * mesh.cp.rank
+    given = [torch.arange(4) + start] if getattr(model[1], "num_positions", 9) < 9 else []
     model[1](torch.ones(1, 4 if given else 3 + mesh.cp.rank, 4), *given)
 
 
@@ -86,7 +86,8 @@ PLACED = {
     "capacity_factor 0.5 on cp 2 needs": lambda cp: mp.ParallelMoE(4, 4, 2, 1, cp=cp, capacity_factor=0.5),
     "tokens is missing, .* cp": lambda cp: mp.Dropout(0.5),
     "positions is missing, .* cp": lambda cp: mp.PositionEmbedding(9, 4),
-    "a position of cp is 7, and the model has 5 positions": lambda cp: mp.PositionEmbedding(5, 4),
+    "a position of cp is 7: give 0 to 4": lambda cp: mp.PositionEmbedding(5, 4),
+    "a position of cp is -4: give 0 to 7": lambda cp: mp.PositionEmbedding(8, 4),
 }
 
 
