@@ -24,11 +24,12 @@ class ParameterCheck:
         self.held: list[Mapping[str, Any]] = []  # of each module its parameters and its submodules
         self.ids: list[int] = [0]
 
-    def __call__(self) -> str | None:
+    def __call__(self, together: bool = False) -> str | None:
         """Return an error, which all ranks must raise after the step, if parameters of the same shapes were replaced.
 
         Raises:
-            ValueError: if this step can't run as built: parameters were unfrozen, added, or are of another shape.
+            ValueError: if this step can't run as built: parameters were unfrozen, added, or are of another shape. If
+                the ranks raise `together`, for each error: before the first step, ZeRO can't gather what was replaced.
         """
         if self.rounded and any(p.requires_grad for p in self.rounded):
             name = next(name for name, p, _ in self.tree.declared if p in self.rounded and p.requires_grad)
@@ -45,8 +46,8 @@ class ParameterCheck:
                 "parameters were added or replaced after prepare, and the optimizer holds the old ones: add adapters "
                 "before prepare, and give run.model to no fully_shard, FSDP or accelerator.prepare"
             )
-            pairs = itertools.zip_longest(tree.parameters, self.tree.parameters)
-            if all(isinstance(old, type(p)) and (old.shape, old.dtype) == (p.shape, p.dtype) for p, old in pairs):
+            pairs = () if together else itertools.zip_longest(tree.parameters, self.tree.parameters)
+            if pairs and all(isinstance(q, type(p)) and (q.shape, q.dtype) == (p.shape, p.dtype) for p, q in pairs):
                 return error
             raise ValueError(error)
         self.held = [held for _, module in tree.modules for held in (module._parameters, module._modules)]

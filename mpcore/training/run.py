@@ -117,8 +117,7 @@ class Run:
         self.tree: ModelTree = ModelTree(model)
         self._parameter_check = ParameterCheck(self.tree, precision.param_dtype, precision.dtype)
         self.bounds: DispatchBounds = DispatchBounds(self.tree, mesh)
-        half = bool(precision.param_dtype or precision.autocast_dtype or precision.fp8)
-        writes = GradientWrites()
+        half, writes = bool(precision.param_dtype or precision.autocast_dtype or precision.fp8), GradientWrites()
         self._first = FirstStep(self.tree, mesh, half, writes)
         self.observers: list[Observer] = [BoundedDispatch(self.bounds), SampleCheck(model, mesh), writes, self._first]
         self.factor: Tensor = torch.ones((), dtype=torch.float64, device=mesh.device)
@@ -195,8 +194,9 @@ class Run:
         """
         self.phase.check("forward_backward")
         self.attach()
-        self._given["parameters"] = self._parameter_check()
-        if self._first in self.observers:
+        first, check = self._first in self.observers, self._parameter_check
+        self._given["parameters"] = together(self.mesh.world, partial(check, True)) if first else check()
+        if first:
             self._first.agree(self, tokens, {"x": x, "target": target, **arguments})
         told, tokens = tokens is not None, self.count_tokens(target) if tokens is None else tokens
         self.factor = self.loss_factor(tokens)

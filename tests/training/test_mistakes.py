@@ -93,11 +93,10 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         net.up.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))
     if wrong == "DDP":
         net = nn.parallel.DistributedDataParallel(net)
-    how: dict[str, Any] = {
-        "micro_batches": 2 if wrong == "/ micro-batches" else 1,
-        "data": mp.Zero(int("hook" not in wrong)),
-    }
+    how: dict[str, Any] = {"micro_batches": 1 + (wrong == "/ micro-batches"), "data": mp.Zero(int("hook" not in wrong))}
     run = mp.prepare(net, mesh, blocks=[], loss=loss, initialize=not seeded, optimizer=made, **how)
+    if "early" in wrong and mesh.job.rank:
+        run.model.up.register_parameter(wrong.split()[0], nn.Parameter(torch.ones(run.model.up.weight.shape)))
     if wrong == "nn.Dropout":
         torch.manual_seed(mesh.job.rank)
     if wrong == "load_state_dict":
@@ -108,9 +107,8 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         net.up.weight.register_hook(lambda grad: grad.clamp(-1, 1))
     if wrong == "DDP after prepare":
         nn.parallel.DistributedDataParallel(run.model)
-    text = torch.randint(
-        V, (B, T + 1), generator=torch.Generator().manual_seed(1 + (wrong == "sampler") * mesh.job.rank)
-    )
+    generator = torch.Generator().manual_seed(1 + (wrong == "sampler") * mesh.job.rank)
+    text = torch.randint(V, (B, T + 1), generator=generator)
     mine = text if wrong == "share" else text[run.share(9 if wrong == "share of 9" else B)]
     if wrong == "6 and 8":
         mine = torch.zeros(6 + 2 * mesh.job.rank, T + 1, dtype=torch.int64)
@@ -128,10 +126,9 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
             nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
         if wrong == "zero_grad":
             run.optimizer.zero_grad()
-        if wrong == "all_reduce":
-            for p in run.model.parameters():
-                if p.grad is not None:
-                    torch.distributed.all_reduce(local_tensor(p.grad), group=mesh.world.group)
+        for p in run.model.parameters() if wrong == "all_reduce" else ():
+            if p.grad is not None:
+                torch.distributed.all_reduce(local_tensor(p.grad), group=mesh.world.group)
         if wrong == "backward twice":
             run.forward_backward(mine[:, :-1], mine[:, 1:])
         if wrong == "step":
@@ -201,7 +198,8 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
       for sizes, seen in ((TP, "shard"), (DP, "term of the sum"))],
     ("hook on meta", TP, "up.weight has a hook on its gradient and no memory"),
     *[(how, sizes, "parameters were added or replaced") for how in ("added", "replaced") for sizes in ({}, TP, DP)],
-    *[("replaced on rank 1", sizes, "^rank 0 .*parameters were added or replaced") for sizes in (TP, DP)],
+    *[(how, sizes, "^rank 0 .*parameters were added or replaced") for sizes in (TP, DP)
+      for how in ("replaced on rank 1", "weight replaced early", "late added early")],
     ("three lists", DP, r"samples has 3 tensors, and evaluate got 2 batches: one each \(on rank 1 of 2"),
     *[("own tokens", sizes, r"tokens: 40.0 and 41.0") for sizes in (TP, DP)],
     *[(f"group {name}", sizes, rf"other options in the optimizer's groups.*: {name} 0.1 and 1.1")
