@@ -100,11 +100,15 @@ def send_tensors(outputs: Sequence[Tensor] | None, pp: Axis, to: int, device: to
     post(dist.isend, outputs or (), pp, to, Action("SEND_F", 0, 0)).wait()
 
 
+class EarlierStageError(ValueError):
+    """An earlier stage failed, on a rank that raises its own error."""
+
+
 def receive_tensors(pp: Axis, source: int, device: torch.device) -> tuple[Tensor, ...]:
     """Receive the tensors that rank `source` sent with `send_tensors`."""
     metas = receive_header(pp, source, device)
     if metas is None:
-        raise ValueError(f"the stage before failed on rank {source} of the pipeline, which says why")
+        raise EarlierStageError(f"the stage before failed on rank {source} of the pipeline, which says why")
     tensors = tuple(x.empty(device) for x in metas)
     post(dist.irecv, tensors, pp, source, Action("RECV_F", 0, 0)).wait()
     return tensors

@@ -31,6 +31,7 @@ from mpcore.optim.loss_scale import LossScaler
 from mpcore.parallel import autocast, offload_activations
 from mpcore.parallel.offload import ParameterOffload
 from mpcore.pipeline.engine import Pipeline, one_number
+from mpcore.pipeline.messages import EarlierStageError
 from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import reshard
 from mpcore.training.first_step import FirstStep, GradientWrites
@@ -164,13 +165,9 @@ class Run:
         return all_reduce(torch.as_tensor(count, device=self.mesh.device), self.mesh.data).double()
 
     def forward_backward(
-        self,
-        x: Tensor | Sequence[Tensor],
-        target: Tensor | Sequence[Tensor],
-        *,
-        tokens: Tensor | int | None = None,
+        self, x: Tensor | Sequence[Tensor], target: Tensor | Sequence[Tensor], *, tokens: Tensor | int | None = None,
         **arguments: Tensor | Sequence[Tensor],
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Run forward and backward of this rank's part of a batch, micro-batch by micro-batch.
 
         Args:
@@ -364,12 +361,9 @@ class Run:
             yield
 
     def evaluate(
-        self,
-        batches: Iterable[tuple[Tensor, Tensor]],
-        *,
-        tokens: Tensor | int | None = None,
+        self, batches: Iterable[tuple[Tensor, Tensor]], *, tokens: Tensor | int | None = None,
         **arguments: Tensor | Sequence[Tensor],
-    ) -> float:
+    ) -> float:  # fmt: skip
         """Return the mean loss over the tokens of all batches on all ranks, without gradients.
 
         The result is the same on every rank of a world.
@@ -410,7 +404,7 @@ class Run:
                 error = error or problem
         if error is not None:
             self._forget()  # a forward that raised left gathered parameters
-        raise_together(error, self.mesh.world)
+        raise_together(None if isinstance(error, EarlierStageError) else error, self.mesh.world)
         return float(all_reduce(self.pipeline.from_last(total), self.mesh.data) * factor)
 
     # --- parameters and state -----------------------------------------------------------------------------------------

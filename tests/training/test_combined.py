@@ -95,6 +95,9 @@ def test_an_unused_weight_of_several_stages_a_rank_is_not_decayed():
             optimizer=lambda m: mp.AdamW(m, weight_decay=0.5),
         )  # fmt: skip
         step(run)
+        run.stages[0].register_forward_pre_hook(lambda *_: {0: None}[mesh.pp.rank])  # fails before rank 0's second
+        with pytest.raises(ValueError, match="KeyError: 1"):
+            run.evaluate([(X, Y)])
         return min(float(p.min()) for n, p in mp.full_state_dict(run.model).items() if n.endswith("unused"))
 
     assert mp.simulate(trained, pp=2, dp=2) == [1.0] * 4

@@ -101,8 +101,7 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         torch.manual_seed(mesh.job.rank)
     if wrong == "load_state_dict":
         run.model.load_state_dict(mp.full_state_dict(run.model))
-    if wrong == "eval":
-        run.model.eval()
+    run.model.train(wrong != "eval")
     if wrong == "hook after prepare":
         net.up.weight.register_hook(lambda grad: grad.clamp(-1, 1))
     if wrong == "DDP after prepare":
@@ -124,15 +123,12 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
             run.optimizer.param_groups[0][wrong.split()[1]] = 0.1 + mesh.job.rank
         if wrong == "clip_grad_norm_" or (run.step and wrong == "clip_grad_norm_ later"):
             nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
-        if wrong == "zero_grad":
-            run.optimizer.zero_grad()
         for p in run.model.parameters() if wrong == "all_reduce" else ():
             if p.grad is not None:
                 torch.distributed.all_reduce(local_tensor(p.grad), group=mesh.world.group)
         if wrong == "backward twice":
             run.forward_backward(mine[:, :-1], mine[:, 1:])
-        if wrong == "step":
-            run.optimizer.step()
+        {"zero_grad": run.optimizer.zero_grad, "step": run.optimizer.step}.get(wrong, bool)()
         run.optimizer_step(lr=LR.get(wrong))
         if wrong == "added":
             run.model.late = nn.Linear(D, D)
