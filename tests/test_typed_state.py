@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -131,6 +132,7 @@ def check_frozen_and_undeclared() -> None:
     model = Norms(m.tp)
     model.norm.weight.requires_grad_(False)
     own = type("Own", (torch.optim.SGD,), {"zero_grad": lambda self: torch.optim.SGD.zero_grad(self)})
+    assert ref(guard_optimizer(own(model.parameters(), lr=0.1), model))() is None, "freed: in no cycle of references"
     optimizer = guard_optimizer(own(model.parameters(), lr=0.1), model)
     for _ in range(2):  # nothing is pending of what is trained
         model(torch.ones(4, 3)).sum().backward()

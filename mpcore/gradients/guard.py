@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]
     optimizer.register_step_pre_hook(guard)
     optimizer.register_state_dict_post_hook(guard.mark_state)
     if not isinstance(optimizer, ReadsMainGradients):
-        optimizer.zero_grad = partial(guard.zero_grad, optimizer, optimizer.zero_grad)  # type: ignore[method-assign]
+        optimizer.zero_grad = partial(guard.zero_grad, ref(optimizer), vars(optimizer).get("zero_grad"))  # type: ignore
     return optimizer
 
 
@@ -79,9 +80,10 @@ class _Guard:
         self.cut: set[Tensor] = set()
         self.units: list[Any] = []
 
-    def zero_grad(self, optimizer: Optimizer, zero: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, of: ref[Any], own: Callable[..., None] | None, *args: Any, **kwargs: Any) -> None:
         """Drop gradients as the optimizer does, and those that ZeRO has not summed."""
-        zero(*args, **kwargs)
+        optimizer: Any = of()  # a cycle of references would keep its state in memory
+        (own or partial(type(optimizer).zero_grad, optimizer))(*args, **kwargs)
         kept = {p: p.grad for group in optimizer.param_groups for p in group["params"]}
         for model in self.models:
             drop_gradients(model, kept)

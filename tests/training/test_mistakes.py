@@ -91,8 +91,7 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
     made: Any = torch.optim.AdamW(net.parameters()) if wrong == "optimizer" else partial(mp.AdamW, lr=0.1)
     if wrong.startswith("hook") and "prepare" not in wrong:
         net.up.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))
-    if wrong == "DDP":
-        net = nn.parallel.DistributedDataParallel(net)
+    net = nn.parallel.DistributedDataParallel(net) if wrong == "DDP" else net
     how: dict[str, Any] = {"micro_batches": 1 + (wrong == "/ micro-batches"), "data": mp.Zero(int("hook" not in wrong))}
     run = mp.prepare(net, mesh, blocks=[], loss=loss, initialize=not seeded, optimizer=made, **how)
     if "early" in wrong and mesh.job.rank:
