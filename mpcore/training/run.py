@@ -375,7 +375,7 @@ class Run:
 
         Raises:
             ValueError: on every rank, if a rank has no batch, ranks have different numbers where one would wait, or a
-                stage or the loss failed on one rank.
+                stage or the loss failed on one rank. Ranks inside that stage's collectives (tp, ZeRO 3) time out.
         """
         self.phase.check("forward_backward", "evaluate")
         told = {"step": self.step, "tokens": tokens if tokens is None else float(tokens)}
