@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from mpcore._torch import fsdp
 from mpcore._torch.fake import is_fake
@@ -143,6 +144,7 @@ class _Inlet:
     tried: int = 0  # above 0 in a trial: modules of an earlier stage return NaN; 2: comparisons of ids turn around
 
     def keep(self, layer: nn.Module, given: Any, out: Any) -> None:
+        _check_gradients()
         self.out = next((x for x in leaves(out) if isinstance(x, Tensor) and x.is_floating_point()), None)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> _Inlet:
@@ -164,8 +166,21 @@ class _Passed(nn.Module):
         if self.ends:
             raise _HandedOnError
         if self.inlet is not None and self.inlet.x is not None:
+            _check_gradients()
             x, self.inlet.taken = self.inlet.x, True
         return (x, *(None,) * (self.returned - 1)) if self.returned else x
+
+
+def _check_gradients() -> None:
+    """Raise ValueError within `checkpoint(use_reentrant=True)`, where a stage's input and output have no gradients."""
+    frame = None if torch.is_grad_enabled() else inspect.currentframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    if frame is not None:
+        raise ValueError(
+            "a layer runs in torch.utils.checkpoint(use_reentrant=True), so earlier pipeline stages would get no "
+            "gradients: pass use_reentrant=False, or recompute= to prepare instead"
+        )
 
 
 class _Blank(nn.Module):
@@ -263,9 +278,8 @@ def _restart(positions: Any, arguments: dict[str, Any]) -> bool:
     """Return whether positions restart where nothing else says what a token sees."""
     if not isinstance(positions, Tensor) or arguments.keys() & {"attention_mask", "use_cache"}:
         return False
-    if torch.compiler.is_compiling() or positions.is_meta or is_fake(positions):
-        return False
-    return bool((torch.diff(positions) != 1).any())
+    unknown = torch.compiler.is_compiling() or positions.is_meta or is_fake(positions)
+    return not unknown and bool((torch.diff(positions) != 1).any())
 
 
 def _chain(
@@ -278,9 +292,7 @@ def _chain(
     return chain
 
 
-def _stage(
-    model: nn.Module, where: str, held: range, count: int, trace: _Trace, device: torch.device | None
-) -> nn.Module:
+def _stage(model: nn.Module, where: str, held: range, count: int, trace: _Trace, device: Any) -> nn.Module:
     """Copy the model with the layers `held` alone. It shares parameters, buffers and modules without parameters."""
     shared = [m for m in model.modules() if next(m.parameters(), None) is None and not isinstance(m, nn.ModuleList)]
     stage = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers(), *shared)})
@@ -464,16 +476,15 @@ def _ids(model: nn.Module) -> Tensor:
     if table is None:
         raise ValueError(f"{type(model).__name__} has no table of ids: give ids [B, T] of a forward as example=")
     words: Any = getattr(getattr(model, "config", None), "vocab_size", None) or table.num_embeddings
-    device = next(model.parameters()).device
-    samples, tokens = TRIED
-    shape = samples, tokens * _tokens_split(model)
-    return torch.randint(2, words, shape, generator=torch.Generator().manual_seed(6)).to(device)
+    shape, seeded = (TRIED[0], TRIED[1] * _tokens_split(model)), torch.Generator().manual_seed(6)
+    return torch.randint(2, words, shape, generator=seeded).to(next(model.parameters()).device)
 
 
-def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: dict[str, Any]) -> Iterator[list[Tensor]]:
+def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: Any, trains: bool = False) -> Iterator[Any]:
     """Yield the floating-point tensors that the chain of stages returns in evaluation, then those of padded samples.
 
-    Then those with comparisons of ids turned around, and those of training with two seeds, none if training fails.
+    Then those with comparisons of ids turned around, and those of training with two seeds. If training fails, raise
+    the error if `trains`, and else yield none.
     """
     masks: list[dict[str, Any]] = [{}]
     sequence = _sharded_sequence(model)
@@ -494,7 +505,7 @@ def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: dict[s
                     vars(stage).get("inlet", _Inlet()).tried = 1 + (i == len(masks) - 1)
                     x = stage.train(i >= len(masks))(x, **{**options, **mask})
             except Exception:
-                if i < len(masks):
+                if i < len(masks) or trains:
                     raise
                 x = None
             for buffer, before in held:
@@ -505,7 +516,7 @@ def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: dict[s
 def _compare(model: nn.Module, chain: list[nn.Module], ids: Tensor, want: list[list[Tensor]]) -> None:
     said = f"{type(model).__name__} can't be cut into {len(chain)} stages"
     try:
-        got = list(_run(model, chain, ids, {}))
+        got = list(_run(model, chain, ids, {}, bool(want[-1])))
     except Exception as error:
         raise ValueError(
             f"{said}: one uses more of another than one tensor of hidden states ({type(error).__name__}: {error}). "
@@ -516,7 +527,7 @@ def _compare(model: nn.Module, chain: list[nn.Module], ids: Tensor, want: list[l
     if not any(want) or not all(_same(a, b) for a, b in zip(want, got, strict=True)):
         raise ValueError(
             f"{said}: in a row they return other values than the model, which may use ids, or what modules or layers "
-            f"of an earlier stage made, in training or in evaluation. {OTHERWISE}"
+            f"of an earlier stage made, in training or in evaluation: write x + layer(x) in the layer. {OTHERWISE}"
         )
 
 

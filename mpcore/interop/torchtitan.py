@@ -56,10 +56,8 @@ def load_torchtitan(model: nn.Module, folder: str | os.PathLike[str], head_dim: 
             raise ValueError(f"head_dim {head_dim} is not the {own} of the model's config: give {own}")
         missing = [theirs for theirs in names.values() if theirs not in stored]
         if missing or any(map(is_dtensor, model.parameters())):
-            what = (
-                f"{folder} lacks {len(missing)} tensors, such as {missing[0]}" if missing else "ZeRO shards the model"
-            )
-            raise ValueError(f"{what}: give a Llama 3 of torchtitan and the model after parallelize, before prepare")
+            why = f"{folder} lacks {len(missing)} tensors, such as {missing[0]}" if missing else "ZeRO shards the model"
+            raise ValueError(f"{why}: give a Llama 3 of torchtitan and the model after parallelize, before prepare")
         for tied in (each for each in all_names(model) if len(each) > 1):
             copies = [replace(state[name].held, tensor=state[name].held.tensor.clone()) for name in tied]
             boxed = {names[name]: BoxedTensor.of(copy) for name, copy in zip(tied, copies, strict=True)}

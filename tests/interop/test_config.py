@@ -77,13 +77,9 @@ def test_what_each_architecture_reads_and_writes(kind):
     assert config_from_hf(written, spec=SPEC).fields == ours
 
 
-@pytest.mark.parametrize(
-    ("values", "experts"),
-    [
-        ({}, 8), ({"num_experts": 3}, 3), ({"num_local_experts": 5}, 5),
-        ({"num_local_experts": None, "num_experts": 3}, 3),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "experts"), [
+    ({}, 8), ({"num_experts": 3}, 3), ({"num_local_experts": 5}, 5), ({"num_local_experts": None, "num_experts": 3}, 3),
+])  # fmt: skip
 def test_experts_have_two_names(values, experts):
     ours, problems = module._read(ARCHITECTURES["mixtral"], SIZES | {"num_key_value_heads": 2} | values, "x")
     assert (ours["moe"]["experts"], problems) == (experts, [])
@@ -91,19 +87,15 @@ def test_experts_have_two_names(values, experts):
 
 def read(rule, values, ours):
     """What a rule adds to our fields, and the problems."""
-    c, ours = Fields(values, "x"), dict(ours)
-    before = dict(ours)
+    c, before, ours = Fields(values, "x"), dict(ours), dict(ours)
     RULES[rule][0](c, ours)
     return {name: value for name, value in ours.items() if before.get(name, ...) != value}, c.problems, c.left
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "head_dim", "found"),
-    [
-        (None, None, {"kv_heads": 4}), (2, 4, {"head_dim": None}), (2, 8, {}), (4, 16, {}),
-        (0, 0, {"kv_heads": 4, "head_dim": None}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kv_heads", "head_dim", "found"), [
+    (None, None, {"kv_heads": 4}), (2, 4, {"head_dim": None}), (2, 8, {}), (4, 16, {}),
+    (0, 0, {"kv_heads": 4, "head_dim": None}),
+])  # fmt: skip
 def test_heads(kv_heads, head_dim, found):
     ours = {"heads": 4, "d_model": 16, "kv_heads": kv_heads, "head_dim": head_dim}
     assert read("heads", {}, ours)[:2] == (found, [])

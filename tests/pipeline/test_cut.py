@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import mpcore as mp
 from mpcore.checkpoint import latest
@@ -147,6 +149,8 @@ class Words(nn.Module):
             assert layer.in_features == 8  # a plain attribute, which stands on every stage
             if self.change == f"skips {i}":
                 continue
+            reentrant = self.change == "reentrant" and self.training
+            layer = partial(checkpoint, layer, use_reentrant=True) if reentrant else layer
             x = layer(x) + (first if self.change == f"long residual{self.training * ' in training'}" else 0)
             x = self.between(x) if i == 1 and self.change == "between" else x
             x = x * 2 if self.change == "between in words" else x + 0 * first if self.change == "a gate of 0" else x
@@ -167,7 +171,8 @@ class Words(nn.Module):
     *((lambda change=change: Words(change), "in a row they return other values than the model")
       for change in ("long residual", "long residual in training", "a gate of 0", "compares ids")),
     (lambda: Words("a hole"), r"layers holds \['0', '1', '2', '3'\]: name 4 layers from 0 on, none of them None"),
-    (lambda: Words("indices"), "in a row they return"), (lambda: Words("raw"), "scale is a parameter beside"),
+    (lambda: Words("reentrant"), r"checkpoint\(use_reentrant=True\)"), (lambda: Words("raw"), "scale is a parameter"),
+    (lambda: Words("indices"), "in a row they return"),
 ])  # fmt: skip
 def test_what_would_be_another_model_is_refused(model, message):
     with pytest.raises(ValueError, match=message):

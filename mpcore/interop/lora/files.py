@@ -175,9 +175,7 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     held = {name for name, layer in linear_layers(model) if isinstance(layer, LoRALayer)}
     trained = {name for name, (x, _) in tensors.items() if x.requires_grad}
     mine = {*found, *(extra.keys() & tensors.keys())}, held, trained & ours, trained - ours
-    here, adapted, live, beside = (
-        set().union(*each) for each in zip(*gather_objects(mine, mesh.pp.group), strict=True)
-    )
+    here, adapted, live, beside = (set().union(*of) for of in zip(*gather_objects(mine, mesh.pp.group), strict=True))
 
     def check() -> None:
         if unknown := {*keys, *extra} - here:

@@ -48,20 +48,10 @@ FLOOR = 0.5  # warn if a plan shards less than this part of the parameters' byte
 
 
 def parallelize(
-    module: nn.Module,
-    plan: Plan | str | None = "auto",
-    tp: Axis = Axis(name="tp"),
-    *,
-    ep: Axis = Axis(role="ep"),
-    etp: Axis | None = None,
-    data: Axis | None = None,
-    cp: Axis = Axis(name="cp"),
-    context: str = "zigzag",
-    check: bool = True,
-    example: Any = None,
-    skip: tuple[str, ...] = (),
-    strict: bool = False,
-) -> nn.Module:
+    module: nn.Module, plan: Plan | str | None = "auto", tp: Axis = Axis(name="tp"), *, ep: Axis = Axis(role="ep"),
+    etp: Axis | None = None, data: Axis | None = None, cp: Axis = Axis(name="cp"), context: str = "zigzag",
+    check: bool = True, example: Any = None, skip: tuple[str, ...] = (), strict: bool = False,
+) -> nn.Module:  # fmt: skip
     """Make an existing model tensor and expert parallel: replace its layers by sharded ones, in place.
 
     Every rank holds the full model with the same weights, and keeps its shard. Create the optimizer afterwards, because
