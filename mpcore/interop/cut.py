@@ -98,7 +98,7 @@ def pipeline_stages(
         plan, (where, layers) = find_schedule(schedule, mesh.pp.size, micro_batches), _layers(model)
         if plan.stages == 1:
             return Stages([model], dict(enumerate(layers.children())), plan)
-        _check_whole(model, plan.stages)
+        _check_whole(model, where, layers, plan.stages)
         tried = small_copy(model) if deferred_reads([model]) else model
         ids = _ids(tried) if example is None else example
         if tried is not model and example is not None:
@@ -218,7 +218,8 @@ class _Trial(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            kwargs = {**(kwargs or {}), "dropout_p": 0.0}
+            args = args if len(args) < 5 else (*args[:4], 0.0, *args[5:])
+            kwargs = {**(kwargs or {}), **({"dropout_p": 0.0} if len(args) < 5 else {})}
         out = args[0] if func in DROPOUTS else func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "").strip("_") not in ("eq", "ne", "lt", "le", "gt", "ge", "isin"):
             return out
@@ -336,10 +337,7 @@ def _layers(model: nn.Module) -> tuple[str, nn.Module]:
     outer = {n: m for n, m in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
     if not outer:
         raise ValueError(f"{type(model).__name__} has no nn.ModuleList of layers to cut: write its stages yourself")
-    where, layers = max(outer.items(), key=lambda found: sum(p.numel() for p in found[1].parameters()))
-    if [*layers._modules] != [*map(str, range(len(layers)))] or None in layers._modules.values():
-        raise ValueError(f"{where} holds {[*layers._modules]}: name {len(layers)} layers from 0 on, none of them None")
-    return where, layers
+    return max(outer.items(), key=lambda found: sum(p.numel() for p in found[1].parameters()))
 
 
 def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, list[Any]]:
@@ -424,7 +422,10 @@ def _units(model: nn.Module, layers: nn.Module, prefix: str = "") -> Iterator[tu
             yield prefix + name, module
 
 
-def _check_whole(model: nn.Module, stages: int) -> None:
+def _check_whole(model: nn.Module, where: str, layers: nn.Module, stages: int) -> None:
+    names = [*layers._modules]
+    if names != [*map(str, range(len(names)))] or None in layers._modules.values():
+        raise ValueError(f"{where} holds {names}: name {len(names)} layers from 0 on, none of them None")
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if meta is not None and not deferred_reads([model]):
         raise ValueError(
@@ -499,7 +500,8 @@ def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: Any, t
         x: Any = ids
         devices = [ids.device] if ids.is_cuda else []
         with in_eval_mode(stages), torch.no_grad(), torch.random.fork_rng(devices), _Trial():
-            torch.manual_seed(i)
+            for generator in (torch.default_generator, *(torch.cuda.default_generators[x.index] for x in devices)):
+                generator.manual_seed(i)  # torch.manual_seed would change those of other devices, for good
             try:
                 for stage in stages:
                     vars(stage).get("inlet", _Inlet()).tried = 1 + (i == len(masks) - 1)
@@ -509,7 +511,8 @@ def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: Any, t
                     raise
                 x = None
             for buffer, before in held:
-                buffer.copy_(before)
+                if not buffer.equal(before):  # one that is expanded can't be written to
+                    buffer.copy_(before)
         yield [y for y in leaves(x) if isinstance(y, Tensor) and y.is_floating_point()]
 
 

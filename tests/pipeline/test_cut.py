@@ -141,6 +141,7 @@ class Words(nn.Module):
             self.head.weight = self.table.weight
         self.scale = nn.Parameter(torch.ones(1)) if change == "raw" else None
         self.layers[1] = self.layers[1] if change != "a hole" else None
+        self.register_buffer("ones", torch.ones(1).expand(2))  # can't be written to
         self.between = nn.Linear(8, 8)
 
     def forward(self, ids):
@@ -154,6 +155,7 @@ class Words(nn.Module):
             x = layer(x) + (first if self.change == f"long residual{self.training * ' in training'}" else 0)
             x = self.between(x) if i == 1 and self.change == "between" else x
             x = x * 2 if self.change == "between in words" else x + 0 * first if self.change == "a gate of 0" else x
+            x = F.scaled_dot_product_attention(x, x, x, None, 0.5 * self.training) if self.change == "attention" else x
             x = x * (ids != 1)[..., None] if self.change == "compares ids" else x
             x = x + torch.zeros(6, 8) if self.change == "at most six tokens" else x
         x = self.head(x)
@@ -179,11 +181,12 @@ def test_what_would_be_another_model_is_refused(model, message):
         alone(model())
 
 
-def test_what_the_forward_does_between_layers_is_done_on_the_layers_stage():
+def test_what_the_forward_does_between_layers_is_done_on_the_layers_stage(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", None)  # no other device's random state changes
     with pytest.raises(ValueError, match="4 blocks are fewer than the 5 stages"):
         alone(Words(), pp=5)
     assert len(alone(Words(), pp=4)) == 4
-    assert len(alone(Words("infinite"))) == 2
+    assert [len(alone(Words(name), pp)) for name, pp in (("infinite", 2), ("attention", 2), ("a hole", 1))] == [2, 2, 1]
     ids = torch.arange(7).view(1, 7)
     first, second = alone(model := Words("between in words"))  # what is between layers is done once, by the next stage
     assert torch.equal(second(first(ids)), model(ids))
