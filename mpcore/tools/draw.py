@@ -191,7 +191,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out.endswith(".json"):
         write_chrome_trace(proof.spans, args.out, seconds=1e-3)
     else:
-        unit = f"forward of one stage is {args.forward:g}"
-        draw(proof.spans, args.out, title=plan_title(schedule, proof), unit=unit)
+        draw(proof.spans, args.out, title=plan_title(schedule, proof), unit=f"forward of one stage is {args.forward:g}")
     print(f"{plan_title(schedule, proof)}; wrote {args.out}")
     return 0

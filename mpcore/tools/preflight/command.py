@@ -35,6 +35,7 @@ from mpcore.training.policies import Zero
 from mpcore.training.prepare import prepare
 
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
+HOST = ("nice", "ionice", "numactl")  # start no ranks; -n and -N are of their own
 _COUNTS = {
     "nodes": ("--nnodes", "-N", "--nodes"),
     "each": ("--nproc-per-node", "--nproc_per_node", "--ntasks-per-node"),
@@ -62,9 +63,11 @@ def read_command(words: Sequence[str]) -> Command:
     words = [part for word in words for part in (word.split("=", 1) if _counts(word.split("=")[0]) else [word])]
     for i, word in enumerate(words):
         module = words[i + 1] if word in ("-m", "--module") and i + 1 < len(words) else "-"
-        named = module not in LAUNCHERS and not module.startswith("-")
+        named = module not in LAUNCHERS and not re.match(r"-|\d", module)  # numactl -m 0 is of memory
         if named or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", word):
-            found = {what: _number(words[j], words[j + 1]) for j in range(i) if (what := _counts(words[j]))}
+            counts = {j: what for j in range(i) if (what := _counts(words[j]))}
+            owners = {j: next((w for w in words[j::-1] if w[:1] not in "-0123456789"), "") for j in counts}
+            found = {what: _number(*words[j : j + 2]) for j, what in counts.items() if owners[j] not in HOST}
             each, nodes = found.get("each"), found.get("nodes", 1)
             ranks = found.get("all", None if each is None else each * nodes)
             return Command(words[i + named], words[i + 1 + named :], ranks, each)
@@ -124,8 +127,7 @@ def checks_of_model(target: str, flags: Sequence[str], options: Options, pool: P
         return f"{len(whole)} tensors"
 
     meaning = "the sharded model is another model than the one you tested: mpcore verify shows every stage of it"
-    wrong = "one process computes it wrong too, so no layout can be right"
-    found = [Check("gradient of one process", slope, wrong)]
+    found = [Check("gradient of one process", slope, "one process computes it wrong too, so no layout can be right")]
     found += [
         Check(f"{layout.name} against unsharded", lambda name=layout.name: same(name), meaning) for layout in layouts
     ]

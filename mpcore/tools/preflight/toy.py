@@ -141,8 +141,7 @@ def _toy(args: argparse.Namespace, config: Any, full: dict[str, int], small: dic
     sizes = small | ({"worlds": workers} if workers > 1 else {})
     if args.cp_kind == "two-level" and small["cp"] > 1:
         sizes["cp_inner"] = flags["cp_inner"] = 1
-    ranks = workers * small["tp"] * small["cp"] * pp * dp
-    return Toy(with_flags(args, **flags), toy, sizes, ranks, program)
+    return Toy(with_flags(args, **flags), toy, sizes, workers * small["tp"] * small["cp"] * pp * dp, program)
 
 
 def shrink_model(config: Any, full: dict[str, int], small: dict[str, int], stages: int, full_stages: int,
