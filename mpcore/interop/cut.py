@@ -144,7 +144,6 @@ class _Inlet:
     tried: int = 0  # above 0 in a trial: modules of an earlier stage return NaN; 2: comparisons of ids turn around
 
     def keep(self, layer: nn.Module, given: Any, out: Any) -> None:
-        _check_gradients()
         self.out = next((x for x in leaves(out) if isinstance(x, Tensor) and x.is_floating_point()), None)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> _Inlet:
@@ -172,14 +171,14 @@ class _Passed(nn.Module):
 
 
 def _check_gradients() -> None:
-    """Raise ValueError within `checkpoint(use_reentrant=True)`, where a stage's input and output have no gradients."""
+    """Raise ValueError within `checkpoint(use_reentrant=True)`, where a stage's input gets no gradients."""
     frame = None if torch.is_grad_enabled() else inspect.currentframe()
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
     if frame is not None:
         raise ValueError(
-            "a layer runs in torch.utils.checkpoint(use_reentrant=True), so earlier pipeline stages would get no "
-            "gradients: pass use_reentrant=False, or recompute= to prepare instead"
+            "forward calls a layer in torch.utils.checkpoint(use_reentrant=True), so earlier pipeline stages "
+            "would get no gradients: pass use_reentrant=False, or recompute= to prepare instead"
         )
 
 

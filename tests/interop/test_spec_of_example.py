@@ -624,8 +624,7 @@ def test_a_conversion_holds_one_tensor_at_a_time(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     total, largest = (f(t.nbytes for t in tensors.values()) for f in (sum, max))
     command = [sys.executable, "-c", MEASURE, str(folder), str(tmp_path / "step"), str(tmp_path / "back")]
-    root = Path(__file__).parents[2]
-    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     constant = 16 * 2**20
     assert total > 2 * (2 * largest + constant)
@@ -758,8 +757,7 @@ def check_carried(folder: str, data: str, out: str) -> None:
     begins = (["--init-from", imported, "--set", "async_save=true"], again, [*again, "--tokenizer", other],
               [*again, "--tokenizer", "byte"])  # fmt: skip
     for i, begin in enumerate(begins):
-        flags = [*begin, "--data", data, "--seq-len", "8", "--out", out]
-        t = Trainer(parse(flags), mesh())
+        t = Trainer(parse([*begin, "--data", data, "--seq-len", "8", "--out", out]), mesh())
         save_as(i + 1, t)
         if t.checkpoints.saving is not None:
             t.checkpoints.saving.wait()

@@ -230,8 +230,7 @@ def check_replicas_through_training(kv_heads):
         x, wanted = draw(step, B, 5, D), draw(100 + step, B, 5, D)
         for model in (dense, sharded):
             model.zero_grad()
-            loss = (model(x) - wanted).square().mean()
-            loss.backward()
+            (model(x) - wanted).square().mean().backward()
             reduce_gradients(model)
             with torch.no_grad():
                 for p in model.parameters():

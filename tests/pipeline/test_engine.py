@@ -52,8 +52,7 @@ def check_schedule(sizes: dict, name: str, micro_batches: int, virtual: int | No
 ], ids=str)  # fmt: skip
 def test_pitfall_14_24_26_30_every_schedule_gives_the_dense_gradients(ranks, name, sizes, micro_batches, virtual):
     """Dropout, unequal token counts: nothing is rescaled, and a tied table counts once in the norm."""
-    size = torch.Size(sizes.values()).numel()
-    ranks(size, check_schedule, sizes, name, micro_batches, virtual, tie_embeddings=True)
+    ranks(torch.Size(sizes.values()).numel(), check_schedule, sizes, name, micro_batches, virtual, tie_embeddings=True)
 
 
 def check_shapes(sizes: dict, name: str) -> None:
@@ -78,8 +77,7 @@ def test_pitfall_35_lengths_and_batches_may_change_from_step_to_step(ranks, name
 
 def check_incomplete() -> None:
     """Eleven rows of sixteen: the rest is padded with targets that don't count."""
-    on = mesh(pp=2)
-    run = Run(on, "1f1b", 4)
+    run = Run(mesh(pp=2), "1f1b", 4)
     tokens, targets, samples = batch(11)
     run.count = (targets != -100).sum()
     pad = torch.zeros(1, 8, dtype=torch.int64)
@@ -172,8 +170,7 @@ def test_the_halves_of_a_backward_serve_outputs_and_inputs_that_do_not_meet():
 
 
 def check_csv(path: str) -> None:
-    on = mesh(pp=2)
-    run = Run(on, "gpipe", 4, virtual=2, ranks=[0, 1, 1, 0], plan=path)
+    run = Run(mesh(pp=2), "gpipe", 4, virtual=2, ranks=[0, 1, 1, 0], plan=path)
     run.compare(run.step())
 
 

@@ -18,8 +18,7 @@ def squares(y: Tensor, t: Tensor) -> Tensor:
 
 def pipe(model: nn.Module | None = None, micro_batches: int = 2, **options: Any) -> Pipeline:
     torch.manual_seed(0)
-    model = model or nn.Linear(3, 2).double()
-    return Pipeline(model, mp.Mesh(), micro_batches, **{"loss": squares, **options})
+    return Pipeline(model or nn.Linear(3, 2).double(), mp.Mesh(), micro_batches, **{"loss": squares, **options})
 
 
 X, T = torch.arange(12.0, dtype=torch.float64).view(4, 3), torch.ones(4, 2, dtype=torch.float64)
