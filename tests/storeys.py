@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = {
-    "core": 26_062,
-    "interop": 7_986,
+    "core": 26_063,
+    "interop": 7_985,
     "experimental": 2_537,
     "tools": 14_671,
     "examples": 5_083,
     "bench": 3_866,
-    "tests": 48_902,
+    "tests": 48_911,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 

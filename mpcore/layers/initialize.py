@@ -137,8 +137,9 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
 def _reset(name: str, module: nn.Module, seed: int, device: torch.device | str) -> None:
     reset = _reset_of(module)
     assert reset is not None
-    with torch.random.fork_rng(devices=[device] if torch.device(device).type == "cuda" else []):
-        torch.manual_seed(stream_key(seed, name))
+    on_gpu = torch.device(device).type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):  # torch.manual_seed seeds each GPU there is
+        (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(stream_key(seed, name))
         reset()
 
 
