@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = {
-    "core": 26_063,
+    "core": 26_064,
     "interop": 7_985,
     "experimental": 2_537,
     "tools": 14_671,

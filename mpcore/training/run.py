@@ -495,8 +495,9 @@ class Run:
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"load got {path!r} and no path: mpcore.checkpoint.latest is None without a checkpoint")
         check_same("call of run.load", "", self.mesh.world)
-        groups, moved = self.optimizer.param_groups, ("params", "lr", "momentum", "betas")  # a scheduler sets three
-        options = [{k: v for k, v in g.items() if k not in moved[: 4 if "initial_lr" in g else 1]} for g in groups]
+        groups, scheduled = self.optimizer.param_groups, {"lr", "momentum", "betas"}  # a scheduler of torch sets these
+        leave = [{"params"} | (scheduled if "initial_lr" in group else set()) for group in groups]
+        options = [{k: v for k, v in group.items() if k not in left} for group, left in zip(groups, leave, strict=True)]
         with self.parameters():
             loaded = load(path, self.model, self.optimizer, mesh=self.mesh)
         for group, mine in zip(self.optimizer.param_groups, options, strict=True):
