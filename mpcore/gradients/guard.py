@@ -22,7 +22,7 @@ from mpcore.sharding.local import is_dtensor
 
 # Of torch's optimizers those that don't step each element by itself.
 OF_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
-# Those whose step raises an error for a DTensor, and those that do so with fused=True.
+# Their steps raise an error for a DTensor; those of the second tuple with fused=True alone.
 OF_PLAIN_TENSORS = (torch.optim.Adafactor, torch.optim.Rprop)
 FUSED_OF_PLAIN_TENSORS = (torch.optim.SGD, torch.optim.Adagrad)
 
@@ -81,7 +81,7 @@ class _Guard:
         self.units: list[Any] = []
 
     def zero_grad(self, of: ref[Any], own: Callable[..., None] | None, *args: Any, **kwargs: Any) -> None:
-        """Drop gradients as the optimizer does, and those that ZeRO has not summed."""
+        """Call the optimizer's own `zero_grad`, and drop the gradients that ZeRO has not summed yet."""
         optimizer: Any = of()  # a cycle of references would keep its state in memory
         (own or partial(type(optimizer).zero_grad, optimizer))(*args, **kwargs)
         kept = {p: p.grad for group in optimizer.param_groups for p in group["params"]}
