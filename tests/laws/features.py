@@ -114,7 +114,7 @@ FEATURES: dict[str, Feature] = {
     "LoRA": Feature(change=_add_lora, truth=_with_adapters),
     "invariant": Feature(of_mesh=partial(invariant.invariant_mesh, degree=4), prepare=invariant.prepare),
     "full recompute": _recompute(), "selective recompute": _recompute(kind="selective"),
-    "recompute budget": _recompute(budget=0.9, example=_inputs),
+    "recompute budget": _recompute(budget=0.95, example=_inputs),
     "overlapped communication": Feature(of_run={"overlap": 1}), "split backward": Feature(of_run={"schedule": "zb"}),
     "deepcopy": Feature(change=copy.deepcopy), "frozen biases": Feature(change=_freeze_biases),
     "unused parameter": Feature(change=_add_unused), "parameter of one step": Feature(change=_add_sometimes),
