@@ -518,6 +518,11 @@ def check_groups(path: str) -> None:
         [f"{i}.bias", f"{i}.weight"] for i in range(3)
     ]
     load(path, model, optimizer, mesh=on)
+    model = nn.ModuleDict({"1": nn.Linear(2, 2)} if on.pp.rank else {"0": nn.Linear(2, 2), "new": nn.Linear(2, 2)})
+    groups = [{"params": list(model[name].parameters()) if name in model else [], "lr": 9.0} for name in ("1", "new")]
+    optimizer = torch.optim.SGD(groups)  # the first was the second on stage 1, the second is new
+    load(path, model, optimizer, mesh=on, strict=False)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 9.0]
 
 
 def check_other_optimizers(root: str) -> None:
@@ -582,6 +587,24 @@ def test_settings_and_states_of_another_kind_of_optimizer_are_refused(tmp_path):
     assert (found.step, found.sample) == (3, 12)
     with pytest.raises(ValueError, match="amsgrad True, whose state the checkpoint lacks, as it was saved with False"):
         load(tmp_path / "step", model, torch.optim.AdamW(model.parameters(), amsgrad=True), mesh=Mesh())
+    other = torch.optim.AdamW(model.parameters(), amsgrad=True, maximize=True)
+    save(tmp_path / "step", model, other, mesh=Mesh(), step=3)
+    with pytest.raises(ValueError, match="only one of both has amsgrad, maximize"):  # whose step ignores both
+        load(tmp_path / "step", model, AdamW(model), mesh=Mesh())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_moments_are_loaded_in_the_dtype_that_the_optimizer_keeps(tmp_path, dtype):
+    model, want = ColumnParallelLinear(4, 4), dtype or torch.float32
+    first = AdamW(model, state_dtype=torch.float32 if dtype else torch.bfloat16)
+    model(torch.ones(1, 4)).sum().backward()
+    first.step()
+    save(tmp_path / "step", model, first, mesh=Mesh(), step=1)
+    second = AdamW(model, state_dtype=dtype)
+    load(tmp_path / "step", model, second, mesh=Mesh())
+    for p, state in first.state.items():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            same_bits({slot: second.state[p][slot]}, {slot: state[slot].to(want)})
 
 
 def test_a_learning_rate_in_a_tensor_stays_the_tensor_that_it_was(tmp_path):

@@ -207,12 +207,6 @@ def check_inside(name: str) -> None:
         raise ValueError(f"{name!r} leads out of the checkpoint")
 
 
-def sizes(values: Sequence[Any]) -> tuple[int, ...]:
-    if not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"{values!r} are not sizes")
-    return tuple(values)
-
-
 def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) -> bool:
     """Return whether boxes cover a shape exactly once.
 

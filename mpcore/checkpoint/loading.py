@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mpcore.sharding.state_dict import all_names
 
 _MOST_TOLD = 20
 _OF_METHODS = {"betas", "momentum", "momentum_decay", "rho", "alpha", "etas", "lambd", "lr_decay", "beta2_decay"}
+_RULES = {"amsgrad", "maximize"}  # an optimizer that has no such option doesn't follow it
 _HOW = {"foreach", "fused", "capturable"}  # how a step is computed here, which changes no rule
 
 
@@ -51,6 +53,8 @@ class _Plan:
     held: list[LocalTensor] = field(default_factory=list)
     masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     state: dict[nn.Parameter, dict[str, Tensor]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)  # of this rank's optimizer
+    lies: list[list[int]] = field(default_factory=list)  # in which groups of the checkpoint each lies; -1: in none
     options: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -98,20 +102,22 @@ def load(
     kinds = ("model/",) if optimizer is None else ("model/", "optimizer/")
     wanted = {name for name in tensors if name.startswith(kinds)}
 
-    def of_all(found: list[Any]) -> tuple[list[str], list[str]]:
-        held, missing, read = zip(*found, strict=True)
+    def of_all(found: list[Any]) -> tuple[list[str], list[str], list[list[int]]]:
+        held, missing, read, lies = zip(*found, strict=True)
         if others := [where for digest, where in read if digest != read[0][0]]:
             raise ValueError(
                 f"ranks read two checkpoints, {read[0][1]} and {others[0]}: give all one path that they share"
             )
-        return sorted(wanted.difference(*held)), sorted(set().union(*missing))
+        groups = [sorted(set().union(*of)) for of in zip_longest(*lies, fillvalue=())]
+        return sorted(wanted.difference(*held)), sorted(set().union(*missing)), groups
 
     known = {item.name for item in mine.held} | _copies(tensors, model)
     read = zlib.crc32(repr(mine.files.manifest).encode()), str(path)
-    left, missing = merged(mesh.world, lambda: (known, mine.missing, read), of_all)
+    left, missing, groups = merged(mesh.world, lambda: (known, mine.missing, read, mine.lies), of_all)
 
     def check() -> None:
-        problems = list(mine.problems)
+        problems = [] if optimizer is None else _plan_options(mine, optimizer, groups)
+        problems += mine.problems
         if strict:
             problems = [f"{name}: missing from the checkpoint" for name in mine.missing] + problems
             problems += [f"{name}: in the checkpoint, but not in the {name.partition('/')[0]}" for name in left]
@@ -186,48 +192,16 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
             slots.setdefault(of, {})[slot] = entry
     group_of = {name: i for i, saved in enumerate(manifest.optimizer) for name in saved["params"]}
     fused = {p: g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
-    for i, group in enumerate(parameter_groups(model, optimizer)):
+    plan.groups = parameter_groups(model, optimizer)
+    for group in plan.groups:
         plan.missing += [f"the optimizer's group of {name}" for name in group["params"] if name not in group_of]
-        found = sorted({group_of[name] for name in group["params"] if name in group_of}) or [i]
-        if len(found) > 1 or found[0] >= len(manifest.optimizer):
-            plan.problems.append(f"parameter group {i} of the optimizer lies in groups {found} of the checkpoint")
-            continue
-        options = manifest.optimizer[found[0]]["options"]
-        others = sorted(_OF_METHODS & (options.keys() ^ optimizer.param_groups[i].keys()))
-        was, now = manifest.optimizer[found[0]].get("kind", group["kind"]), group["kind"]
-        if others or was != now:
-            what = f"{was}, this is {now}" if was != now else f"only one of both has {', '.join(others)}"
-            plan.problems.append(
-                f"parameter group {i} was saved by another kind of optimizer: {what}. "
-                f"Take that kind, or read the weights alone: mpcore.checkpoint.load(path, model, mesh=mesh)"
-            )
-            continue
-        for name in ("amsgrad", "centered", *(["momentum"] if "alpha" in options else [])):  # each has a state tensor
-            if optimizer.param_groups[i].get(name) and not options.get(name, True):
-                plan.problems.append(
-                    f"parameter group {i} has {name} {optimizer.param_groups[i][name]}, whose state the checkpoint "
-                    f"lacks, as it was saved with {options[name]}: set it so"
-                )
-        kept = {name: value for name, value in options.items() if name not in _HOW}
-        for name, value in kept.items():
-            if not _fits(value, optimizer.param_groups[i].get(name)):
-                plan.problems.append(f"parameter group {i} has {name} {value!r:.200}, which is of another type")
-        plan.options.append(kept)
-        split = manifest.optimizer[found[0]].get("blocks")  # None: an older checkpoint
-        if split is None or "blocks" not in group:
-            continue
-        for name in group["params"]:
-            was, now = split.get(name, []), group["blocks"].get(name, [])
-            if was != now:
-                plan.problems.append(
-                    f"Muon orthogonalized {name} as {_matrices(was)}, here as {_matrices(now)}: declare the same "
-                    f"blocks, as with Colwise(blocks=3) in parallelize for any tp, or give Muon split_blocks=False"
-                )
+        plan.lies.append(sorted({group_of.get(name, -1) for name in group["params"]}))
 
     def alike(name: str) -> tuple[int, str]:  # parameters of one group and dtype have the same state tensors
         entry = manifest.tensors.get(f"model/{name}")
         return group_of.get(name, -1), entry.dtype if entry else ""
 
+    dtype_of = getattr(optimizer, "slot_dtype", lambda *_: None)  # None: as it was saved
     used: dict[tuple[int, str], set[str]] = {}
     for name, of in slots.items():
         used.setdefault(alike(name), set()).update(of)
@@ -241,7 +215,7 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
         stepped = any(not slot.startswith("outer_") for slot in of)  # else a merge alone moved it
         plan.missing += [f"optimizer/{slot}/{name}" for slot in sorted(needed - of.keys()) if stepped]
         for slot, entry in of.items():
-            dtype = DTYPES[entry.dtype]
+            dtype = dtype_of(parameter, slot) or DTYPES[entry.dtype]
             if entry.shape or (slot != "step" and not sharding.shape):
                 value = _slot_like(optimizer.state.get(parameter, {}).get(slot), parameter, dtype)
             else:  # a scalar: the step count is on the CPU unless a fused or capturable optimizer reads it, as in torch
@@ -249,7 +223,54 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
                 value = torch.zeros((), dtype=dtype, device="cpu" if host else parameter.device)
             if stepped or not isinstance(optimizer.state, dict):  # torch's would take this for its own state
                 plan.state.setdefault(parameter, {})[slot] = value
-            _want(plan, held_slot(f"optimizer/{slot}/{name}", value, parameter, sharding, mesh))
+            _want(plan, held_slot(f"optimizer/{slot}/{name}", value, parameter, sharding, mesh), cast=True)
+
+
+def _plan_options(plan: _Plan, optimizer: torch.optim.Optimizer, lies: list[list[int]]) -> list[str]:
+    """Plan the options of the optimizer's groups, of which all ranks hold parameters, and return the problems."""
+    saved, problems = plan.files.manifest.optimizer or [], list[str]()
+    for i, group in enumerate(plan.groups):
+        found = [at for at in lies[i] if at >= 0] or ([] if lies[i] else [i])
+        if not found or found[0] >= len(saved):  # a new group keeps its options
+            plan.options.append({})
+            continue
+        if len(found) > 1:
+            problems.append(f"parameter group {i} of the optimizer lies in groups {found} of the checkpoint")
+            continue
+        options, mine = saved[found[0]]["options"], optimizer.param_groups[i]
+        others = sorted(
+            _OF_METHODS & (options.keys() ^ mine.keys()) | {name for name in _RULES if options.get(name)} - mine.keys()
+        )
+        was, now = saved[found[0]].get("kind", group["kind"]), group["kind"]
+        if others or was != now:
+            what = f"{was}, this is {now}" if was != now else f"only one of both has {', '.join(others)}"
+            problems.append(
+                f"parameter group {i} was saved by another kind of optimizer: {what}. "
+                f"Take that kind, or read the weights alone: mpcore.checkpoint.load(path, model, mesh=mesh)"
+            )
+            continue
+        for name in ("amsgrad", "centered", *(["momentum"] if "alpha" in options else [])):  # each has a state tensor
+            if mine.get(name) and not options.get(name, True):
+                problems.append(
+                    f"parameter group {i} has {name} {mine[name]}, whose state the checkpoint lacks, as it was saved "
+                    f"with {options[name]}: set it so"
+                )
+        kept = {name: value for name, value in options.items() if name not in _HOW}
+        for name, value in kept.items():
+            if not _fits(value, mine.get(name)):
+                problems.append(f"parameter group {i} has {name} {value!r:.200}, which is of another type")
+        plan.options.append(kept)
+        split = saved[found[0]].get("blocks")  # None: an older checkpoint
+        if split is None or "blocks" not in group:
+            continue
+        for name in group["params"]:
+            was, now = split.get(name, []), group["blocks"].get(name, [])
+            if was != now:
+                problems.append(
+                    f"Muon orthogonalized {name} as {_matrices(was)}, here as {_matrices(now)}: declare the same "
+                    f"blocks, as with Colwise(blocks=3) in parallelize for any tp, or give Muon split_blocks=False"
+                )
+    return problems
 
 
 def _fits(value: Any, old: Any) -> bool:

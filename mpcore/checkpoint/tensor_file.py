@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpcore.checkpoint.format import DIMENSIONS, DTYPES, Chunk, Entry, FileRecord, Manifest, dtype_name, sizes
+from mpcore.checkpoint.format import DIMENSIONS, DTYPES, Chunk, Entry, FileRecord, Manifest, dtype_name
 from mpcore.checkpoint.remote import store_of
-from mpcore.checkpoint.schema import convert, load_json
+from mpcore.checkpoint.schema import Size, convert, load_json
 from mpcore.checkpoint.store import THREADS, MappedFile, in_threads, stamp
 from mpcore.mesh.secret import printable
 
@@ -184,10 +184,10 @@ def read_header(text: bytes, room: int, path: str) -> dict[str, Any]:
 def _fits(found: Any, room: int) -> bool:
     """Return whether a header's entry is consistent and fits a file with `room` bytes of data."""
     try:
-        start, end = sizes(found["data_offsets"])
+        start, end = convert(tuple[Size, Size], found["data_offsets"], "data_offsets")
         if len(found["shape"]) > DIMENSIONS:
             return False
-        size = math.prod(sizes(found["shape"])) * DTYPES[found["dtype"]].itemsize
+        size = math.prod(convert(tuple[Size, ...], found["shape"], "shape")) * DTYPES[found["dtype"]].itemsize
     except (KeyError, TypeError, ValueError):
         return False
     return end - start == size and end <= room

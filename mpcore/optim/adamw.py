@@ -206,13 +206,17 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
         state = self.state[p]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            wide = torch.promote_types(p.dtype, torch.float32)
             if self.masters and p.dtype in _HALF and "master" not in state:
-                state["master"] = p.detach().to(wide)
+                state["master"] = p.detach().float()
             for slot in slots:
-                moments = slot == "momentum_buffer" or self.state_dtype is None
-                state[slot] = torch.zeros_like(p, dtype=wide if moments else self.state_dtype)
+                state[slot] = torch.zeros_like(p, dtype=self.slot_dtype(p, slot))
         return state
+
+    def slot_dtype(self, p: Tensor, slot: str) -> torch.dtype | None:
+        """Return the dtype of a parameter's momentum or moments. None: another part of the state."""
+        if slot not in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            return None
+        return (slot != "momentum_buffer" and self.state_dtype) or torch.promote_types(p.dtype, torch.float32)
 
 
 def logical_indices(p: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
