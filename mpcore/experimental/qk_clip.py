@@ -126,16 +126,16 @@ class QKClip(Observer):
         repeats = layer.kv_repeats or [q.shape[2] // max(k.shape[2], 1)] * k.shape[2]
         k = k.repeat_interleave(torch.tensor(repeats, device=k.device), 2)
         scale = q.shape[-1] ** -0.5 if layer.scale is None else layer.scale
-        key, top = torch.arange(length, device=q.device), torch.full(q.shape[2:3], -torch.inf, device=q.device)
-        top = top.to(torch.promote_types(q.dtype, torch.float32))
+        wide, key = torch.promote_types(q.dtype, torch.float32), torch.arange(length, device=q.device)
+        top, k = torch.full(q.shape[2:3], -torch.inf, dtype=wide, device=q.device), k.to(wide)
         step = max(PAIRS // max(q.shape[0] * q.shape[2] * length, 1), 1)
         for part, start, end in zip(q.split(step, 1), low.split(step, 1), high.split(step, 1), strict=True):
             hidden = (key < start[..., None]) | (key >= end[..., None])  # [1 or B, step, T]
-            logits = torch.einsum("bqhk,bshk->bhqs", part, k).to(top.dtype) * scale
+            with torch.autocast(q.device.type, enabled=False):  # a product of 16 bits may overflow before it is scaled
+                logits = torch.einsum("bqhk,bshk->bhqs", part.to(wide), k) * scale
             if logits.numel():
                 top = torch.maximum(top, logits.masked_fill(hidden.unsqueeze(1), -torch.inf).amax((0, 2, 3)))
-        before = self._seen.get(id(layer))
-        self._seen[id(layer)] = top if before is None else torch.maximum(before, top)
+        self._seen[id(layer)] = torch.maximum(top, self._seen.get(id(layer), top))
 
 
 def _core(self: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, length: int, *others: Any) -> Tensor:

@@ -334,3 +334,19 @@ def test_clipped_logits_equal_plain_torch(case, names, how):
         return
     assert outcome(names, of, feature, clip=how) == EQUAL
     assert outcome(names, of, clip=how) != EQUAL, "nothing was clipped"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_logits_whose_products_overflow_16_bits_are_clipped_to_the_threshold(dtype):
+    """Their infinity made the weights of queries and keys 0."""
+    layer, clip = mp.ParallelAttention(64, 1, bias=False, dtype=dtype), QKClip(100.0)
+    x = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    torch.nn.init.normal_(layer.qkv.weight, 0.0, 12.0, generator=torch.Generator().manual_seed(2))
+    run = mp.prepare(
+        layer, mp.Mesh(), blocks=[layer], loss=lambda y, _: y.float().sum(), initialize=False, observers=[clip],
+        optimizer=lambda model: mp.AdamW(model, lr=0.0),
+    )  # fmt: skip
+    for most in (pytest.approx(16000, rel=0.5), pytest.approx(100, rel=0.01)):
+        run.forward_backward(x, x, tokens=5)
+        run.optimizer_step()
+        assert clip.logits[""].item() == most
