@@ -237,7 +237,14 @@ def stage():
     return model
 
 
+def untied():
+    model = quiet_build("gpt2")
+    model.lm_head.weight = torch.nn.Parameter(2 * model.lm_head.weight.detach())
+    return model
+
+
 @pytest.mark.parametrize(("make", "match"), [
+    (untied, r"lm_head.weight isn't transformer.wte.weight: set tie_word_embeddings=False"),
     (lambda: torch.nn.Linear(2, 2), "Linear is no model of transformers: save a model of your own with"),
     (grown, r"config has no \['extra.bias', 'extra.weight'\]"),
     (resized, r"lm_head.weight is with shape \(70, 48\), but has shape \(66, 48\) by its config"),
@@ -292,7 +299,8 @@ def named(**fields):
 
 @pytest.mark.parametrize(("damage", "match"), [
     (changed(**{NORM: None}), r"has no tensor 'model.norm.weight', which model.norm.weight needs"),
-    (changed(**{NORM: torch.zeros(47)}), r"model.norm.weight has shape \(47,\), in config.json \(48,\)"),
+    (changed(**{NORM: torch.zeros(47)}), r"norm.weight has shape \(47,\) of torch.float32, in config.json \(48,\)"),
+    (changed(**{NORM: torch.ones(48) * 1j}), r"of torch.complex64, in config.json \(48,\) of torch.float32"),
     (changed(**{NORM: torch.full((48,), torch.nan)}), r"model.norm.weight \(48,\) holds NaN"),
     (named(quantization_config={"quant_method": "fp8"}), "holds quantized weights"),
     (named(architectures=["Mine"]), r"names the architectures \['Mine'\], no model class of transformers"),

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from examples.gpt.pretrain import Trainer, parse
 from examples.gpt.tokenizer import train_tokenizer
 from mpcore import Mesh, checkpoint, from_pretrained
 from mpcore.__main__ import main as mpcore_main
-from mpcore.checkpoint import inspect, load, save, step_path, verify
+from mpcore.checkpoint import inspect, load, save, saving, step_path, verify
 from mpcore.collectives import gather
 from mpcore.experimental import shift_tokens
 from mpcore.interop import hugging_face as hf
@@ -309,6 +310,8 @@ REFUSED = [
     ({n: v for n, v in LLAMA.items() if n != "model_type"}, r"model_type None\. Supported are"),
     ({**LLAMA, "rms_norm_eps": "1e-6"}, r"rms_norm_eps '1e-6' must be a number, not text"),
     ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_type 'dynamic' is unknown"),
+    ({**LLAMA, "rope_scaling": [1]}, r"config.json describes no model: 'list' object has no"),
+    ({**LLAMA, "model_type": ["llama"]}, r"model_type \['llama'\]\. Supported are"),
     ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, r"lacks \['high_freq_factor'"),
     ({n: v for n, v in LLAMA.items() if n != "hidden_size"}, r"config.json has no hidden_size"),
     ({"model_type": "gpt2", **GPT2, "activation_function": "quick_gelu"}, r"activation_function 'quick_gelu'"),
@@ -535,6 +538,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "two dtypes": (lambda f: change_tensors(f, lambda t: t.update({UP: t[UP].half()})), "consist of several dtypes"),
     "an odd tensor": (lambda f: change_tensors(f, lambda t: t.update({"model.odd": torch.ones(1)})),
                       r"has tensors that .* does not: \['model.odd'\]$"),
+    "no layers": (lambda f: change_config(f, num_hidden_layers=None, num_nextn_predict_layers=1),
+                  "num_hidden_layers None must be a whole number"),
+    "an adapter beside": (lambda f: (f / "adapter_config.json").write_text("{}"), "holds a model and an adapter"),
+    "an index of nothing": (lambda f: (change_config(f, num_nextn_predict_layers=1), (f / hf.INDEX).write_text("{}")),
+                            "index.json has no weight_map of file names"),
     "another head": (lambda f: change_config(f, tie_word_embeddings=True), "lm_head isn't the embedding: set tie_word"),
     "giant config": (lambda f: os.truncate(f / "config.json", JSON_LIMIT + 1),
                      rf"config.json has {JSON_LIMIT + 1} bytes, more than {JSON_LIMIT}"),
@@ -571,6 +579,25 @@ def test_a_base_model_and_the_tables_of_old_files_are_read(folders, tmp_path):
     load_hf(folders["gpt2"], first)
     load_hf(folder, second)
     assert torch.equal(logits_of(first), logits_of(second))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.int64, torch.float8_e4m3fn], ids=str)
+def test_pitfall_60_values_that_a_dtype_cannot_hold_are_not_converted(folders, tmp_path, dtype):
+    """float16 held infinity, integers were rounded to 0, and NaN came back as it was."""
+    value, said = torch.nan if dtype is None else 1e6, "norm.weight .* holds NaN or infinity"
+    model = build(config := open_hf(folders["mistral"]).config)
+    with torch.no_grad():
+        model.norm.weight[0] = value
+    with mock.patch.object(saving, "check_finite"):  # as an older release wrote it
+        path = save(tmp_path / "step", model, mesh=Mesh(), step=0, config={"model": asdict(config)})
+    shutil.copytree(folders["mistral"], tmp_path / "hf")
+    change_tensors(tmp_path / "hf", lambda tensors: tensors[NORM].view(-1)[:1].fill_(value))
+    said = said if dtype in (None, torch.float16) else rf"dtype {dtype} can't hold embedding.weight: give torch.float32"
+    with pytest.raises(ValueError, match=said):
+        export_hf(path, tmp_path / "back", dtype=dtype)
+    with pytest.raises(ValueError, match=said):
+        import_hf(tmp_path / "hf", tmp_path / "import", dtype=dtype)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "step"]
 
 
 def test_an_export_from_damage_or_onto_something_is_refused_and_leaves_nothing(folders, tmp_path):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpcore._torch.storage import address
-from mpcore.checkpoint.format import Chunk, Entry
+from mpcore.checkpoint.format import DTYPES, Chunk, Entry
 from mpcore.checkpoint.loading import copy_box
 from mpcore.checkpoint.pieces import LocalTensor, check_finite, held_by_model
 from mpcore.checkpoint.store import THREADS, in_threads
@@ -50,9 +50,11 @@ class Weights:
     def add(self, group: Group, keys: dict[str, str], files: dict[str, TensorFile]) -> None:
         """Add a group of tensors that transformers converts together."""
         for key, like in group.files.items():
-            file, found = files[keys[key]], tuple(files[keys[key]].header[keys[key]]["shape"])
-            if found != tuple(like.shape):
-                raise ValueError(f"{file.path}: {keys[key]} has shape {found}, in config.json {tuple(like.shape)}")
+            file, about = files[keys[key]], files[keys[key]].header[keys[key]]
+            shape, dtype = tuple(about["shape"]), DTYPES[about["dtype"]]
+            if shape != tuple(like.shape) or not torch.can_cast(dtype, like.dtype):
+                want = f"in config.json {tuple(like.shape)} of {like.dtype}"
+                raise ValueError(f"{file.path}: {keys[key]} has shape {shape} of {dtype}, {want}")
         shapes = {name: tuple(self.dense.get_parameter_or_buffer(name).shape) for name in group.sources}
         whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         name_of = {address(x.untyped_storage()): name for name, x in whole.items()}

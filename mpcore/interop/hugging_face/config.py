@@ -74,20 +74,23 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json", *, spe
             model.
     """
     kind = values.get("model_type")
-    if kind not in ARCHITECTURES:
-        why = f", which the blocks here cannot be: {REFUSED[kind]}" if kind in REFUSED else ""
+    if kind not in [*ARCHITECTURES]:  # it may be a list
+        why = f", which the blocks here cannot be: {REFUSED[kind]}" if kind in [*REFUSED] else ""
         raise ValueError(
             f"{where} has model_type {kind!r}{why}. Supported are {list(ARCHITECTURES)}. Train it as it is, with "
             f"mpcore.from_pretrained"
         )
-    ours, problems = _read(ARCHITECTURES[kind], values, where)
+    try:
+        ours, problems = _read(ARCHITECTURES[kind], values, where)
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{where} describes no model: {error}") from None
     if problems:
         raise ValueError(f"{where} cannot be imported: {'; '.join(problems)}")
     if spec.further and ARCHITECTURES[kind].further:
         ours["mtp"] = values.get(FURTHER) or 0
     try:
         return spec.config(**ours)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{where} cannot be imported: {error}") from None
 
 
@@ -98,22 +101,19 @@ def read_config(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Any:
         ValueError: as described at `config_from_hf`, and if config.json is missing or describes no model.
     """
     path = Path(folder) / "config.json"
-    try:
-        values = read_json(path)
-        if values.get(FURTHER) and not _has_layer(path.parent, values["num_hidden_layers"]):
-            values[FURTHER] = 0  # transformers keeps the number, but not the layers
-        return config_from_hf(values, str(path), spec=spec)
-    except (TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ValueError(f"{path} describes no model: {error}") from None
+    values = read_json(path)
+    if values.get(FURTHER) and not _has_layer(path.parent, values.get("num_hidden_layers")):
+        values[FURTHER] = 0  # transformers keeps the number, but not the layers
+    return config_from_hf(values, str(path), spec=spec)
 
 
-def _has_layer(folder: Path, layer: int) -> bool:
+def _has_layer(folder: Path, layer: Any) -> bool:
     """Return whether a folder has the weights of a layer; True if it has no weights at all."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not (index.is_file() or single.is_file()):
         return True
-    names = read_json(index)["weight_map"] if index.is_file() else TensorFile(single).header
-    return any(f"layers.{layer}." in name for name in names)
+    names = TensorFile(single).header if single.is_file() else read_json(index).get("weight_map")
+    return f"layers.{layer}." in " ".join(names if isinstance(names, dict) else ())
 
 
 def config_to_hf(config: Any, *, spec: ModelSpec, first: str | None = None) -> dict[str, Any]:
@@ -264,10 +264,6 @@ def _read_heads(c: Fields, ours: dict[str, Any]) -> None:
     ours["head_dim"] = None if head_dim * heads == d_model else head_dim
 
 
-def _read_gpt2(c: Fields, ours: dict[str, Any]) -> None:
-    ours["d_ff"] = ours["d_ff"] or 4 * ours["d_model"]
-
-
 def _read_rope(c: Fields, ours: dict[str, Any]) -> None:
     """Read base and scaling from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
     old, new = c.take("rope_scaling", None), c.take("rope_parameters", None)
@@ -344,7 +340,10 @@ def _write_qwen_window(ours: Mapping[str, Any]) -> Mapping[str, Any]:
 Read = Callable[[Fields, dict[str, Any]], None]
 Write = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 RULES: dict[str, tuple[Read, Write]] = {
-    "gpt2": (_read_gpt2, lambda o: {"resid_pdrop": o["dropout"], "embd_pdrop": o["dropout"], "attn_pdrop": 0.0}),
+    "gpt2": (
+        lambda c, ours: ours.update(d_ff=ours["d_ff"] or 4 * ours["d_model"]),
+        lambda ours: {"resid_pdrop": ours["dropout"], "embd_pdrop": ours["dropout"], "attn_pdrop": 0.0},
+    ),
     "rope": (_read_rope, lambda ours: {"rope_theta": ours["rope_base"], "rope_scaling": ours["rope_scaling"]}),
     "heads": (_read_heads, lambda ours: {}), "window": (_check_window, lambda ours: {}),
     "mixtral": (lambda c, ours: None, lambda ours: {"intermediate_size": ours["moe.d_ff"]}),

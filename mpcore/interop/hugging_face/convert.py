@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mpcore.checkpoint.folders import read_complete, resolve
 from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name, write_manifest
 from mpcore.checkpoint.loading import check_weights, copy_box, fill
-from mpcore.checkpoint.pieces import held_by_model
+from mpcore.checkpoint.pieces import check_finite, held_by_model
 from mpcore.checkpoint.saving import write_beside
 from mpcore.checkpoint.tensor_file import Files, host_memory
 from mpcore.interop.hugging_face.architectures import LENGTH
@@ -83,13 +83,13 @@ def import_hf(
 
     Args:
         folder: a folder with config.json and safetensors files.
-        path: the checkpoint to write, which is returned. It has step 0 and no optimizer.
+        path: the checkpoint to write, which is returned. It has step 0 and no optimizer. One there is replaced.
         spec: the names and shapes of your model.
-        dtype: the dtype of the tensors in the checkpoint. None: that of the folder.
+        dtype: the floating-point dtype, of 16 bits or more, of the tensors in the checkpoint. None: that of the folder.
         shard_bytes: the largest size of a file in bytes. A single larger tensor gets a file of its own.
 
     Raises:
-        ValueError: if `folder` can't be read. No partial checkpoint is left.
+        ValueError: if `folder` can't be read, or a value is NaN or infinite in `dtype`. No partial checkpoint is left.
     """
     source, path = open_hf(folder, spec=spec), Path(path)
     pieces: dict[str, tuple[Entry, Chunk]] = {}
@@ -107,9 +107,10 @@ def import_hf(
         entry, chunk = pieces[key]
         tensor, like = source.tensor(entry, chunk), likes[key]
         held.append(chunk)
-        if tensor.dtype == like.dtype and tensor.is_contiguous():
-            return tensor
-        return host_memory(like.shape, like.dtype).copy_(tensor)  # malloc may not return freed memory to the system
+        if tensor.dtype != like.dtype or not tensor.is_contiguous():
+            tensor = host_memory(like.shape, like.dtype).copy_(tensor)  # malloc may not return freed memory
+        check_finite([(key, tensor, True)], f"{source.folder} as {like.dtype}")
+        return tensor
 
     with new_folder(path) as new:
         files, where = write_files(new, likes, read, shard_bytes, lambda i, n: f"model-{i:05d}.safetensors")
@@ -144,14 +145,15 @@ def export_hf(
         path: the checkpoint, of a training run or of `import_hf`. Every byte of its model is checked.
         folder: the folder to create, which is returned.
         spec: the names and shapes of your model.
-        dtype: the dtype of the tensors in the folder. None: that of the checkpoint.
+        dtype: the floating-point dtype, of 16 bits or more, of the tensors in the folder. None: that of the checkpoint.
         tokenizer: a tokenizer.json, or a folder whose tokenizer files to copy. None: those stored in the checkpoint.
         shard_bytes: the largest size of a file in bytes. A single larger tensor gets a file of its own. If there are
             several files, an index is written.
 
     Raises:
-        ValueError: if the checkpoint is damaged, no architecture expresses the model (for example a nonzero router
-            bias), `tokenizer` has no such file, or `folder` exists and is not empty. No partial folder is left.
+        ValueError: if the checkpoint is damaged, a value is NaN or infinite in `dtype`, no architecture expresses the
+            model (for example a nonzero router bias), `tokenizer` has no such file, or `folder` exists and is not
+            empty. No partial folder is left.
     """
     folder = Path(folder)
     manifest, files, config = open_checkpoint(path, spec=spec)
@@ -178,6 +180,7 @@ def export_hf(
         _, entry, part = pieces[key]
         stored = host_memory(part.stored, likes[key].dtype)
         copy_box(part.box(stored), part.start, entry, files.tensor)
+        check_finite([(key, stored, True)], f"{path} as {stored.dtype}")
         held.extend(entry.chunks)
         return stored
 
@@ -226,5 +229,7 @@ def _check_model(manifest: Manifest, files: Files, exported: set[str]) -> None:
 
 
 def _written_as(name: str, entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+        raise ValueError(f"dtype {dtype} can't hold {name}: give torch.float32, torch.bfloat16 or torch.float16")
     # a router's bias keeps its dtype: it changes by steps that are too small for 16 bits
     return DTYPES[entry.dtype] if dtype is None or name.endswith(ROUTER_BIAS) else dtype

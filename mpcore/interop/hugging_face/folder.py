@@ -171,6 +171,11 @@ def _check_tie(source: Source, file: str) -> None:
 
 def open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
     """Open a folder's safetensors files."""
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} holds a model and an adapter, which transformers reads together: give the adapter_* files a "
+            f"folder of their own, and read them with load_lora"
+        )
     names = ["model.safetensors"]
     index: dict[str, str] = {}
     if (folder / INDEX).is_file() and not (folder / names[0]).is_file():  # as transformers chooses

@@ -68,7 +68,8 @@ def save_pretrained(
 
     Raises:
         ValueError: on every rank and before anything is written, if the model is not one of transformers, the ranks
-            together have other tensors than its config says, a weight is NaN or infinite, or the folder isn't empty.
+            together have other tensors than its config says, a weight is NaN or infinite, two weights differ that the
+            config ties, or the folder isn't empty.
             Also on every rank if the folder can't be written; no partial folder is left.
 
     Note:
@@ -93,7 +94,11 @@ def save_pretrained(
         try:
             if mesh.world.rank == 0:
                 with new_folder(folder) as new:
-                    _write_configs(new, stage)
+                    dense = dense_shape(stage)
+                    dense.config.architectures = [type(dense).__name__]
+                    dense.config.save_pretrained(new)
+                    if stage.can_generate():
+                        stage.generation_config.save_pretrained(new)
                     write_weights(new, likes, lambda _: next(tensors)[1], shard_bytes)
         finally:
             for _ in tensors:  # the other ranks send; after an error, too, they wait until all is received
@@ -154,11 +159,17 @@ def _hf_tensors(
     copied: dict[str, Tensor] = getattr(stages[0], "unread_tensors", dict)()  # of from_pretrained's folder
 
     def mine() -> _Owned:
+        nonlocal dense
+        dense = dense_shape(stages[0])
         for name, parameter, sharding in declarations(whole):
             check_lies_on(name, parameter, sharding, mesh)
         held.update({item.name.removeprefix("model/"): item for item in held_by_model(whole, mesh)})
         for first, *others in all_names(whole):  # also those that were tied after the model was made
             held.update(dict.fromkeys(others, held[first]) if first in held else {})
+        for first, name in ((first, name) for first, *others in all_names(dense) for name in others):
+            pair = [held[each] for each in (first, name) if each in held]
+            if len({*map(id, pair)}) == 2 and not torch.equal(pair[0].tensor, pair[1].tensor):
+                raise ValueError(f"{name} isn't {first}: set tie_word_embeddings=False in the config of the model")
         weights = {name for name, _ in whole.named_parameters()}
         check_finite(((name, x.tensor, name in weights) for name, x in held.items()), otherwise)
         boxes = {name: [(box.start, box.shape) for box in x.boxes if box.owned] for name, x in held.items()}
@@ -168,9 +179,7 @@ def _hf_tensors(
         return _Owned(tensors, adapters, factor_names(whole))
 
     def plan(found: list[_Owned]) -> list[_Sent]:
-        nonlocal dense
         check()
-        dense = dense_shape(stages[0])
         owned.extend(_Owned(*each) for each in found)  # named tuples travel as tuples
         held = [(n, x) for each in owned for n, x in each.tensors.items() if n not in each.factors]
         state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape, _) in held}
@@ -230,14 +239,6 @@ def saved_state(dense: Any, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if more := sorted(named.keys() - dense.state_dict().keys()):
         raise ValueError(f"a model of this config has no {more[:20]}: remove them, as from_pretrained won't load them")
     return {name: torch.empty_like(named[name], device="meta") for name in stored_names(dense)}
-
-
-def _write_configs(folder: Path, model: Any) -> None:
-    dense = dense_shape(model)
-    dense.config.architectures = [type(dense).__name__]
-    dense.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
 
 
 def _names(name: str, owned: list[_Owned]) -> list[str]:
