@@ -13,8 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from mpcore.checkpoint.pieces import check_finite
 from mpcore.interop.dcp import BoxedTensor, dcp_state_dict
-from mpcore.mesh.agreement import together
+from mpcore.mesh.agreement import merged, together
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.local import is_dtensor
 from mpcore.sharding.state_dict import all_names
@@ -41,7 +42,7 @@ def load_torchtitan(model: nn.Module, folder: str | os.PathLike[str], head_dim: 
         head_dim: the size of one attention head.
 
     Raises:
-        ValueError: on every rank, if the folder lacks a tensor of the model, has different ones for tied weights,
+        ValueError: on every rank, if the folder's tensors are not those of the model, or hold NaN, tied weights differ,
             `head_dim` is not that of the model's config, or ZeRO has sharded the model already.
     """
     state, stored = dcp_state_dict(model, mesh), dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -55,6 +56,9 @@ def load_torchtitan(model: nn.Module, folder: str | os.PathLike[str], head_dim: 
         if own != head_dim:
             raise ValueError(f"head_dim {head_dim} is not the {own} of the model's config: give {own}")
         missing = [theirs for theirs in names.values() if theirs not in stored]
+        for name, tensor in state.items():
+            if names[name] in stored and (found := getattr(stored[names[name]], "size", None)) != tensor.shape:
+                raise ValueError(f"{folder} has {names[name]} of shape {found}, and {name} has {tuple(tensor.shape)}")
         if missing or any(map(is_dtensor, model.parameters())):
             why = f"{folder} lacks {len(missing)} tensors, such as {missing[0]}" if missing else "ZeRO shards the model"
             raise ValueError(f"{why}: give a Llama 3 of torchtitan and the model after parallelize, before prepare")
@@ -68,8 +72,19 @@ def load_torchtitan(model: nn.Module, folder: str | os.PathLike[str], head_dim: 
                     f"{type(model).__name__}: make the model with tie_word_embeddings=False"
                 )
 
+    def check_others(of_ranks: list[list[str]]) -> None:
+        known = set().union(*of_ranks)
+        parts = {name.partition(".")[0] for name in known}  # of a model; others are the optimizer's
+        if others := sorted(name for name in stored if name not in known and name.partition(".")[0] in parts):
+            raise ValueError(f"{folder} has {len(others)} more tensors, such as {others[0]}: make the model as large")
+
+    def read() -> None:
+        dcp.load({names[name]: tensor for name, tensor in state.items()}, checkpoint_id=folder, no_dist=True)
+        check_finite(((name, p, True) for name, p in model.named_parameters()), str(folder))
+
     together(mesh.world, check)
-    dcp.load({names[name]: tensor for name, tensor in state.items()}, checkpoint_id=folder, no_dist=True)
+    merged(mesh.world, lambda: [*names.values()], check_others)
+    together(mesh.world, read)
     for name, p in model.named_parameters():
         if names[name].endswith((".wq.weight", ".wk.weight")):  # each rank holds full heads
             p.copy_(p.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(p.shape))

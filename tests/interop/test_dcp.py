@@ -352,6 +352,13 @@ def test_a_checkpoint_of_torchtitan_loads_by_name(old: bool) -> None:
         mp.parallelize(model, tp=on.tp, check=False)
         with pytest.raises(ValueError, match="head_dim 4 is not the 8"):
             load_torchtitan(model, folder, 4, on)
+        for other, words in (
+            ({"num_hidden_layers": 1}, "has 9 more tensors, such as layers.1.*: make the model as large"),
+            ({"vocab_size": 14}, r"has tok_embeddings.weight of shape torch.Size\(\[12, 32\]\), and .* has \(14, 32\)"),
+        ):
+            larger = hf.LlamaForCausalLM(hf.LlamaConfig(**{**config.to_dict(), **other})).double()
+            with pytest.raises(ValueError, match=words):
+                load_torchtitan(mp.parallelize(larger, tp=on.tp, check=False), folder, 8, on)
         load_torchtitan(model, folder, 8, on)
         same_bits(mp.full_state_dict(model), dense.state_dict())
         config.tie_word_embeddings = True
