@@ -218,6 +218,10 @@ REFUSED = {  # words of the error, and the call
     "isn't written.*lora_A.weight .* holds NaN": lambda folder: save_lora(spoiled(), folder),
     "0.lora_A.weight .* holds NaN": lambda folder: load_lora(
         mlp(), changed(folder, {"0.lora_A.weight": torch.full((8, 4), torch.nan)})),
+    "2.weight .* holds NaN or infinity": lambda folder: load_lora(  # a float32 weight beside, as float16
+        nn.Sequential(*mlp(), nn.Linear(4, 1)).half(),
+        changed(folder, {**NONE, **factors_of("0", 4, 6), "2.weight": torch.full((4, 6), 1e6), "2.bias": torch.ones(4)},
+                modules_to_save=["2"])),
     "two values of 0.weight and 1.weight": lambda folder: load_lora(
         nn.Sequential(*tied(), nn.Linear(5, 4)), changed(folder, {**NONE, **TWO}, modules_to_save=["0", "1"])),
     "0.weight without 1.weight": lambda folder: load_lora(

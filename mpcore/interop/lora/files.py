@@ -152,6 +152,9 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
         for name, layer in linear_layers(model):
             if name in keys:
                 _check(name, layer, file, keys[name], config)
+        places = extra | {f"{name}.{leaf}.weight": key for name, pair in keys.items() for leaf, key in pair.items()}
+        for name in places.keys() & tensors.keys():  # 16 bits may be too narrow
+            check_finite([(name, file.whole(places[name]).to(tensors[name][0].dtype), True)], str(file.path))
         for name, (x, sharding) in tensors.items():
             shape = tuple(file.header[extra[name]]["shape"]) if name in extra else None
             needed = _in_modules(name, modules) or (x.requires_grad and bool(ours) and name not in ours)
