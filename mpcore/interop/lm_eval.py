@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from mpcore.collectives import gather
 from mpcore.layers.module import in_eval_mode
-from mpcore.mesh.agreement import check_same, gather_objects
+from mpcore.mesh.agreement import check_same, gather_objects, together
 from mpcore.mesh.axis import Mesh
 from mpcore.pipeline import Pipeline
 from mpcore.training.run import Run
@@ -42,7 +42,7 @@ class Model(TemplateLM):
     Raises:
         ValueError: if the mesh has cp above 1, the model's config lacks a size that isn't given, or tp doesn't divide
             `max_length` under sequence parallelism. During evaluation, on every rank, if the ranks got different
-            requests, or a task asks for sampling.
+            requests, the logits are not of `vocab_size` tokens, or a task asks for sampling.
 
     Note:
         - Inputs are padded at the right, with sequence parallelism to a multiple of tp, so the model must be causal and
@@ -76,6 +76,7 @@ class Model(TemplateLM):
                 f"max_length={max_length - max_length % mesh.tp.size}, or leave sequence parallelism out"
             )
         self.vocab_size = vocab_size
+        self.fits: bool = False  # whether the logits are of so many tokens
         self.max_length = max_length
         self.dtype: torch.dtype = torch.promote_types(next(self.pipeline.stages[0].parameters()).dtype, torch.float32)
         self.tokenizer = tokenizer
@@ -176,10 +177,15 @@ class Model(TemplateLM):
         filled = [text + [0] * (length - len(text)) for text in texts]
         x = torch.tensor(filled, dtype=torch.int64, device=self.mesh.device)  # also where all texts are empty
         (out,) = self.pipeline.forward([x])
-        if self.pipeline.last_rank == self.mesh.pp.rank:
+
+        def gathered() -> Tensor:
+            if self.pipeline.last_rank != self.mesh.pp.rank:
+                return torch.empty(*x.shape, self.vocab_size, dtype=self.dtype, device=x.device)
             logits = getattr(out, "logits", out).to(self.dtype)
-            if logits.shape[-1] != self.vocab_size:
-                logits = gather(logits, self.mesh.tp, -1, self.vocab_size)
-        else:
-            logits = torch.empty(*x.shape, self.vocab_size, dtype=self.dtype, device=x.device)
+            if self.mesh.tp.size == 1 and logits.shape[-1] != self.vocab_size:
+                raise ValueError(f"the logits are of {logits.shape[-1]} tokens, and vocab_size is {self.vocab_size}")
+            return logits if logits.shape[-1] == self.vocab_size else gather(logits, self.mesh.tp, -1, self.vocab_size)
+
+        logits = gathered() if self.fits else together(self.mesh.world, gathered)
+        self.fits = True
         yield from self.pipeline.from_last(logits)

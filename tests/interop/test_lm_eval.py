@@ -129,8 +129,18 @@ def other_requests(mesh):
         made._loglikelihood_tokens([(None, [1], [2 + mesh.world.rank])])
 
 
+def other_vocabulary(mesh):
+    stages, blocks, plan = mp.pipeline_stages(build("llama"), mesh, micro_batches=2)
+    loss, made = (lambda out, target: token_loss(out.logits, target)), partial(mp.AdamW, lr=1e-2)
+    how: dict = {"schedule": plan, "micro_batches": 2, "initialize": False, "loss": loss, "optimizer": made}
+    run = mp.prepare(stages, mesh, blocks=blocks, **how)
+    Model(run, tokenizer_of_letters(), vocab_size=20, max_length=8)._loglikelihood_tokens([(None, [1], [2])])
+
+
 def test_ranks_with_other_requests_and_context_parallelism_are_refused():
     mp.simulate(other_requests, dp=2)
+    with pytest.raises(RankError, match="the logits are of 33 tokens, and vocab_size is 20"):
+        mp.simulate(other_vocabulary, pp=2)
     with pytest.raises(RankError, match="cp 2"):
         mp.simulate(other_requests, cp=2)
 
