@@ -146,6 +146,8 @@ def rope_frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple
     if kind == "llama3":
         old = scaling["original_max_position_embeddings"]
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        if low >= high:
+            raise ValueError(f"low_freq_factor {low} must be below high_freq_factor {high} of rope scaling 'llama3'")
 
         def scaled(f: float) -> float:
             turns = old * f / (2 * math.pi)  # full rotations within the original training length

@@ -194,6 +194,9 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     ("RoPE rotates pairs: 7 of head_dim 7, fraction 1.0, is not even", lambda: RotaryEmbedding(7)),
     ("rope_type 'dynamic' is unknown: it is one of ['default', 'linear', 'llama3', 'yarn']",
      lambda: RotaryEmbedding(8, scaling={"rope_type": "dynamic"})),
+    ("low_freq_factor 4.0 must be below high_freq_factor 4.0", lambda: RotaryEmbedding(8, scaling={
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16})),
     ("rope scaling 'linear' lacks ['factor']", lambda: RotaryEmbedding(8, scaling={"rope_type": "linear"})),
     ("rope scaling 'yarn' has no ['rope_theta'] (rope_theta is `base` here",
      lambda: RotaryEmbedding(8, scaling={**YARN, "rope_theta": 5e5})),
