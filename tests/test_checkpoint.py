@@ -595,7 +595,7 @@ def test_settings_and_states_of_another_kind_of_optimizer_are_refused(tmp_path):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_moments_are_loaded_in_the_dtype_that_the_optimizer_keeps(tmp_path, dtype):
-    model, want = ColumnParallelLinear(4, 4), dtype or torch.float32
+    model, want = ColumnParallelLinear(4, 4, bias=False), dtype or torch.float32
     first = AdamW(model, state_dtype=torch.float32 if dtype else torch.bfloat16)
     model(torch.ones(1, 4)).sum().backward()
     first.step()
@@ -605,6 +605,9 @@ def test_moments_are_loaded_in_the_dtype_that_the_optimizer_keeps(tmp_path, dtyp
     for p, state in first.state.items():
         for slot in ("exp_avg", "exp_avg_sq"):
             same_bits({slot: second.state[p][slot]}, {slot: state[slot].to(want)})
+    third = torch.optim.AdamW(model.parameters(), fused=True)  # whose step takes the dtype of the parameters alone
+    load(tmp_path / "step", model, third, mesh=Mesh())
+    third.step()
 
 
 def test_a_learning_rate_in_a_tensor_stays_the_tensor_that_it_was(tmp_path):

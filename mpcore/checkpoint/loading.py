@@ -186,9 +186,8 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
         return
     slots: dict[str, dict[str, Entry]] = {}
     for name, entry in manifest.tensors.items():
-        kind, _, rest = name.partition("/")
-        if kind == "optimizer":
-            slot, _, of = rest.partition("/")
+        if name.startswith("optimizer/"):
+            _, slot, of = name.split("/", 2)
             slots.setdefault(of, {})[slot] = entry
     group_of = {name: i for i, saved in enumerate(manifest.optimizer) for name in saved["params"]}
     fused = {p: g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
@@ -201,7 +200,8 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
         entry = manifest.tensors.get(f"model/{name}")
         return group_of.get(name, -1), entry.dtype if entry else ""
 
-    dtype_of = getattr(optimizer, "slot_dtype", lambda *_: None)  # None: as it was saved
+    of_torch = type(optimizer).__module__.startswith("torch.optim.")  # its state has the dtype of the parameter
+    dtype_of = getattr(optimizer, "slot_dtype", lambda p, _: p.dtype if of_torch else None)  # None: as it was saved
     used: dict[tuple[int, str], set[str]] = {}
     for name, of in slots.items():
         used.setdefault(alike(name), set()).update(of)
@@ -215,7 +215,7 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
         stepped = any(not slot.startswith("outer_") for slot in of)  # else a merge alone moved it
         plan.missing += [f"optimizer/{slot}/{name}" for slot in sorted(needed - of.keys()) if stepped]
         for slot, entry in of.items():
-            dtype = dtype_of(parameter, slot) or DTYPES[entry.dtype]
+            dtype = (dtype_of(parameter, slot) if entry.shape else None) or DTYPES[entry.dtype]
             if entry.shape or (slot != "step" and not sharding.shape):
                 value = _slot_like(optimizer.state.get(parameter, {}).get(slot), parameter, dtype)
             else:  # a scalar: the step count is on the CPU unless a fused or capturable optimizer reads it, as in torch
