@@ -140,7 +140,7 @@ def shard_data_parallel(
                 module.register_forward_pre_hook(connect_input, prepend=True)
             vars(module)["__deepcopy__"] = partial(_refuse_copy, zero)
         stage.zero_grad = partial(zero_grad, stage)  # type: ignore[assignment]
-        mine = tuple(unit for unit in shared if unit.owners & within)
+        mine = tuple(unit for unit in shared if unit.owners.keys() & within)
         set_state(stage, DataParallel(zero, tuple(units(stage)), mine, replicate=replicate))
         for unit in mine:
             add_unit(stage, unit)

@@ -66,7 +66,7 @@ class SharedUnit(nn.Module):
     def __init__(self, places: Iterable[tuple[nn.Module, str]]) -> None:
         super().__init__()
         self.places: list[tuple[nn.Module, str]] = list(places)
-        self.owners: set[nn.Module] = {module for module, _ in self.places}
+        self.owners: dict[nn.Module, None] = dict.fromkeys(module for module, _ in self.places)  # alike on all ranks
         self.held: nn.ModuleList = nn.ModuleList(self.owners)
 
     @property

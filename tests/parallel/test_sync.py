@@ -13,7 +13,7 @@ from torch import nn
 
 import mpcore as mp
 from mpcore.parallel import data, sync
-from mpcore.parallel.shared import DataParallel, set_state
+from mpcore.parallel.shared import DataParallel, SharedUnit, set_state
 
 
 class Unit:
@@ -34,6 +34,11 @@ def test_leaves_keep_their_gradients_until_they_are_reduced_and_shard_parameters
         told = {"set_requires_gradient_sync": False, "set_requires_all_reduce": False}
         told["set_reshard_after_backward"] = zero == 3
         assert [unit.told for unit in units] == [told | {"set_is_last_backward": False}, told]
+
+
+def test_a_shared_unit_holds_its_parameters_in_the_order_of_the_stages_on_every_rank():
+    modules = [nn.Linear(1, 1) for _ in range(32)]
+    assert [*SharedUnit((module, "weight") for module in modules).held] == modules, "else ranks gather in other orders"
 
 
 def mesh_of(size: int, edp: int | None = None, running: bool = True) -> Any:
