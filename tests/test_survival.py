@@ -27,7 +27,7 @@ from mpcore.mesh.rendezvous import join_world, meet
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.sharding.local import local_tensor
 from mpcore.sharding.replicas import compare_replicas
-from mpcore.tools.fault_tolerance.leave import _PEER, _whole_text, leave_together
+from mpcore.tools.fault_tolerance.leave import _PEER, _torch_text, leave_together
 from mpcore.tools.fault_tolerance.signals import StopSignals
 from mpcore.tools.fault_tolerance.spikes import Skips, Spikes
 from mpcore.tools.fault_tolerance.stragglers import Stragglers
@@ -419,6 +419,10 @@ def test_what_a_peer_left_is_told_from_an_error_of_our_own():
     ):
         error = ValueError("the save failed")
         error.__cause__ = RuntimeError(text)
-        assert _PEER.search(_whole_text(error))
-    assert not _PEER.search(_whole_text(ValueError("heads 10 is not a multiple of the tp size 4")))
+        assert _PEER.search(_torch_text(error))
+    for mine in (
+        ValueError("heads 10 is not a multiple of tp 4"),
+        ConnectionRefusedError("Connection refused: s3://a"),
+    ):
+        assert not _PEER.search(_torch_text(mine))
     assert not _PEER.search("the file igloo.bin is missing")

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -244,3 +245,10 @@ def test_progress_keeps_the_watchdog_quiet(ranks):
     for wrong in ({"timeout": 0.0}, {"grace": -1.0}):
         with pytest.raises(ValueError, match="must be more than 0"):
             Watchdog(Mesh(), **wrong)
+
+
+def test_a_hang_ends_also_where_its_log_cannot_be_written(monkeypatch):
+    left = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda status: left.set())
+    with Watchdog(Mesh(), timeout=0.1, folder="/dev/null/no"):
+        assert left.wait(10)

@@ -77,6 +77,13 @@ def test_a_spike_is_told_with_this_workers_samples():
     assert checked({"loss": 5.0}) == [], "without losses before, nothing is a spike"
 
 
+def test_skipped_steps_in_a_row_are_counted_over_a_restart(tmp_path):
+    before = [{"loss": 1.0, "grad_norm": None}, *[{"loss": None}] * 19, {"val_loss": 9.0}]
+    with pytest.raises(ValueError, match="21 steps in a row"):
+        checked({"loss": math.nan}, before=before, out=tmp_path)
+    assert len(checked({"loss": math.nan}, before=[*before, {"loss": 1.0, "grad_norm": 1.0}], out=tmp_path)) == 1
+
+
 def test_replicas_are_compared_and_slow_ranks_are_told(monkeypatch):
     compared: list[tuple] = []
     monkeypatch.setattr(faults, "compare_replicas", lambda *of: compared.append(of))

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -209,9 +210,12 @@ def test_ranks_in_other_steps_or_with_other_requests_are_told_so():
         wishes = SharedRequests(mesh.world)
         step = 7 if mesh.tp.rank and wrong else 6
         wishes.after_step(step, **(wrong if mesh.tp.rank else {"stop": False}))
-        with pytest.raises(ValueError, match="steps 6 and 7" if wrong else r"other requests than \['stop'\]"):
+        with pytest.raises(ValueError, match="steps 6 and 7" if wrong else r"other requests than \["):
             wishes.after_step(9, stop=False)
         dist.barrier()
+    wishes = SharedRequests(mesh.world)
+    wishes.after_step(1, save=True, stop=False)
+    assert wishes.after_step(2, stop=False) == {"save"}, "requests keep their names if the next step has others"
 
 
 def test_a_block_leaves_a_handler_that_another_set():
@@ -224,3 +228,14 @@ def test_a_block_leaves_a_handler_that_another_set():
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_with_a_handler_of_its_own_does_not_stop_the_run(monkeypatch):
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    before = signal.signal(signal.SIGWINCH, lambda *_: None)
+    with StopSignals(leave_with=75) as stop:
+        os.kill(os.getpid(), signal.SIGWINCH)
+        time.sleep(0.3)
+    signal.signal(signal.SIGWINCH, before)
+    assert (left, stop.asked) == ([], False)

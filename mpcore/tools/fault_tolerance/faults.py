@@ -35,8 +35,9 @@ class Faults:
         self.check_speed = check_speed
         self.skips: Skips = Skips(max_skips, out / "skipped.jsonl" if mesh.world.rank == 0 else None)
         self.spikes: Spikes = Spikes()
-        for entry in records:
-            if entry.get("loss") is not None:  # null: a step that was skipped
+        for entry in (entry for entry in records if "loss" in entry):  # null: it was not finite, the step was skipped
+            self.skips.row = self.skips.row + 1 if None in (entry["loss"], entry.get("grad_norm", 0.0)) else 0
+            if entry["loss"] is not None:
                 self.spikes.score(entry["loss"])
 
     def after(self, entry: dict[str, Any], samples: range, run: Run, stragglers: Stragglers) -> list[str]:

@@ -110,7 +110,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
             return
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # after the first failure a supervisor ends the other ranks
-        if not isinstance(error, KeyboardInterrupt) and _PEER.search(_whole_text(error)):
+        if not isinstance(error, KeyboardInterrupt) and _PEER.search(_torch_text(error)):
             at = store_address(self.store)
             line = (
                 f"stopped, because the store of the run{at} gives no answer: its host is down, or the link to it is cut"
@@ -366,9 +366,10 @@ def end_after(seconds: float, line: str, status: int) -> threading.Timer:
     return timer
 
 
-def _whole_text(error: BaseException | None) -> str:
+def _torch_text(error: BaseException | None) -> str:
+    """Return what RuntimeErrors say, as torch raises: an OSError is of a file or server of this rank alone."""
     parts = []
     while error is not None:
-        parts.append(str(error))
+        parts += [str(error)] if isinstance(error, RuntimeError) else []
         error = error.__cause__
     return "\n".join(parts)

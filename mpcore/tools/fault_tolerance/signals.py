@@ -75,7 +75,7 @@ class StopSignals:
 
     def _listen(self) -> None:
         while data := self._read.recv(16):
-            for number in data:
+            for number in filter(self._before.__contains__, data):  # others have handlers of their own
                 if self.leave_with is not None:
                     log.warning("left on %s before the first step: nothing to save", signal.Signals(number).name)
                     os._exit(128 + number if number == signal.SIGINT else self.leave_with)
@@ -107,7 +107,7 @@ class SharedRequests:
 
     def __init__(self, world: Axis) -> None:
         self.world = world
-        self._sent: tuple[Any, Tensor] | None = None
+        self._sent: tuple[Any, Tensor, list[str]] | None = None
 
     def after_step(self, step: int, **mine: bool) -> set[str]:
         """Return the requests that all ranks act on now: those that any rank made at the previous step.
@@ -131,11 +131,12 @@ class SharedRequests:
         config = dist.get_backend_config(group)
         device = "cpu" if "cpu" in config or "nccl" not in config else "cuda"
         sent = torch.tensor(values, dtype=torch.int64, device=device)
-        self._sent = dist.all_reduce(sent, dist.ReduceOp.MAX, group, async_op=True), sent
+        self._sent = dist.all_reduce(sent, dist.ReduceOp.MAX, group, async_op=True), sent, names
         if before is None:
             return set()
-        before[0].wait()
-        most, last, least, first, *found = before[1].tolist()
+        work, sent, names = before
+        work.wait()
+        most, last, least, first, *found = sent.tolist()
         if (most, last) != (-least, -first):
             raise ValueError(
                 f"ranks called after_step after steps {-first} and {last}"

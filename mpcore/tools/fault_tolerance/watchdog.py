@@ -85,14 +85,19 @@ class Watchdog:
     def _watch(self) -> None:
         while not self.over.wait(min(1.0, self.timeout / 4)):
             if time.monotonic() - self.last > self.timeout:
-                self._report()
-                os._exit(EXIT_CODE)
+                try:
+                    self._report()
+                finally:  # whatever is wrong with the report
+                    os._exit(EXIT_CODE)
 
     def _report(self) -> None:
         mine = read_log(self.mesh, self.model, self.watched)
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_new(self.folder / f"rank{mine.rank}.json", mine.to_json())
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_new(self.folder / f"rank{mine.rank}.json", mine.to_json())
+            except OSError as error:
+                log.error("NOT WRITTEN: the log of rank %d in %s: %s", mine.rank, self.folder, error)
         if self.store is not None:
             at = f"no progress for {self.timeout:g} s: the store of the run{store_address(self.store)} gives no answer"
             end_after(self.grace + 5, f"{at}: its host is down, or the link to it is cut", EXIT_CODE)
