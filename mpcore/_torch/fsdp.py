@@ -173,11 +173,11 @@ def reduce_unused(unit: FSDPModule) -> None:
     for group in _groups(_state(unit)):
 
         def post_backward(*_: Any, group: Any = group) -> None:
-            mine = group.fsdp_params if group.reduce_grads else ()
-            gathered = [(p, whole) for p in mine if (whole := getattr(p, _WHOLE, None)) is not None]
-            summed = False  # in the dtype to reduce
-            for p, _ in gathered:
-                summed = summed or p.unsharded_accumulated_grad is not None
+            found = [(p, whole) for p in group.fsdp_params if (whole := getattr(p, _WHOLE, None)) is not None]
+            if not (found or group.reduce_grads):
+                return  # no forward has gathered it, so it has no gradient to keep
+            gathered = found if group.reduce_grads else []
+            summed = any(p.unsharded_accumulated_grad is not None for p, _ in gathered)  # in the dtype to reduce
             for p, whole in gathered:
                 if summed and whole.grad is not None and p.unsharded_accumulated_grad is None:
                     p.to_accumulated_grad_if_needed()  # its first gradient of the step

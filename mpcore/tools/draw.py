@@ -29,8 +29,8 @@ def draw(spans: Sequence[Span], path: Path | str, *, title: str = "", unit: str 
     The first stage on a rank is drawn in full colour, later stages are lighter.
     """
     spans = [span for span in spans if span.action.kind in COMPUTE]
-    if not spans:
-        raise ValueError("there is nothing to draw: no span of F, B, I or W")
+    if not any(span.end > span.start for span in spans):
+        raise ValueError("there is nothing to draw: no span of F, B, I or W takes time")
     figures, patches = matplotlib_part("figure"), matplotlib_part("patches")
     begin, end = min(s.start for s in spans), max(s.end for s in spans)
     ranks = max(s.rank for s in spans) + 1

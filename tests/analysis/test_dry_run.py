@@ -262,6 +262,22 @@ def test_what_isnt_trained_has_no_gradient_and_no_state():
     assert found.stages[0].middle.backward.operators.flops == MULTIPLY
 
 
+@pytest.mark.parametrize(("zero", "dtype"), [(0, "float32"), (0, "bfloat16"), (1, "float32"), (3, "float32")])
+def test_what_no_forward_uses_has_no_gradient_and_no_state(zero, dtype):
+    def idle(mesh: Mesh, arguments: list[str]) -> Work:
+        stage = nn.Sequential(OrderedDict({f"{i}": Stage(i, getattr(torch, dtype)) for i in range(2)}))
+        stage.forward = lambda x: stage[0](x)  # type: ignore[method-assign]
+        shard_data_parallel(stage, mesh, stage, zero=zero)
+        inputs = torch.empty(B, D, dtype=getattr(torch, dtype))
+        return Work([stage], build_schedule("1f1b", 1, 3), lambda i: ((inputs,), {}), Tensor.sum)
+
+    held, half = dry_run(idle, dp=2).held, dtype == "bfloat16"
+    share = 2 if zero else 1
+    masters = 4 * D * H * 4 if half else 0
+    assert (held.parameters, held.gradients) == (2 * W // share // (1 + half), W // share)
+    assert held.optimizer == 2 * W // share + 8 + masters
+
+
 def test_autocast_multiplies_in_its_dtype():
     def cast(mesh: Mesh, arguments: list[str]) -> Work:
         model = nn.Linear(D, H, bias=False, device="meta")

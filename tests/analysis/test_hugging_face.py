@@ -8,6 +8,7 @@ import pytest
 
 from mpcore.tools.analysis.dry_run import dry_run
 from mpcore.tools.analysis.hugging_face import build
+from mpcore.tools.analysis.plan import main as plan
 from mpcore.tools.verify.hugging_face import HuggingFaceModel
 from tests.quick import some
 
@@ -41,6 +42,24 @@ def test_adapters_alone_are_trained(tmp_path):
     assert found.held.optimizer < 2 * count  # of all weights: 12 bytes each
 
 
+@pytest.mark.parametrize(("flags", "sizes", "words"), [
+    ("--micro-batch 0", {}, "--micro-batch 0"), ("--seq-len 0", {}, "--seq-len 0"),
+    ("--global-batch 0", {}, "over 0 micro-batches"), ("", {"cp": 2}, "cp is 2: take cp 1"),
+])  # fmt: skip
+def test_numbers_that_no_step_has_are_refused(tmp_path, flags, sizes, words):
+    config(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        dry_run(build, ["--hf", str(tmp_path), *flags.split()], **sizes)
+
+
+def test_the_command_that_explains_a_row_names_the_folder_and_no_target(tmp_path, capsys):
+    config(tmp_path)
+    plan(["--hf", str(tmp_path), "--world", "1", "--seq-len", "8"])
+    command = capsys.readouterr().out.rpartition("explain row 1: mpcore plan ")[2]
+    plan(command.split())
+    assert capsys.readouterr().out.splitlines()[1].startswith("row 1 of 1")
+
+
 def test_hidden_messages_of_tp_are_counted(tmp_path):
     config(tmp_path)
     flags = ["--hf", str(tmp_path), "--seq-len", "64", "--overlap"]
@@ -52,6 +71,7 @@ def test_hidden_messages_of_tp_are_counted(tmp_path):
     ({"architectures": ["Mine"]}, r"names the architectures \['Mine'\]"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, more than 1024"),
     ({"attn_implementation": "org/kernel"}, "code on the Hub"),
+    ({"architectures": ["LlamaModel"]}, "LlamaModel returns no logits of tokens"),
     ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, "trust_remote_code"),
 ])  # fmt: skip
 def test_a_folder_without_a_model_or_with_code_is_refused(tmp_path, fields, words):

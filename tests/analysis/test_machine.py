@@ -71,6 +71,10 @@ def test_a_profile_is_read_with_its_sources_and_errors(tmp_path):
         "memory": "given: instead of 8", "node": "given: instead of None",
     }  # fmt: skip
 
+    for wrong in ({"node": 0}, {"memory": -1.0}):
+        with pytest.raises(ValueError, match="of the machine mine is not above 0"):
+            load_machine(path, **wrong)
+
 
 def test_a_written_profile_has_every_number_with_its_source_and_error(tmp_path):
     machine = replace(PLAIN, sources={"peak": "measured: 1"}, errors={"tau": 0.25})

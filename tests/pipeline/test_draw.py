@@ -33,8 +33,9 @@ def test_a_run_is_drawn_from_seconds_that_begin_anywhere(tmp_path):
     spans = [Span(0, Action("F", 0, 0), 1e9 + 0.5, 1e9 + 0.7), Span(1, Action("SEND_F", 0, 0), 0.0, 0.0)]
     draw(spans, tmp_path / "run.png", unit="s")
     assert png_size(tmp_path / "run.png")[0] > 900
-    with pytest.raises(ValueError, match="nothing to draw"):
-        draw([], tmp_path / "none.png")
+    for nothing in ([], [Span(0, Action("F", 0, 0), 1.0, 1.0)]):
+        with pytest.raises(ValueError, match="nothing to draw"):
+            draw(nothing, tmp_path / "none.png")
 
 
 def test_the_command_draws_a_schedule_or_a_file_and_refuses_a_broken_one(tmp_path, capsys):

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpcore._torch.fake import NoValueError, fake_tensors, start_fake_world
+from mpcore._torch.fsdp import take_unused
 from mpcore._torch.module import remove_forward_pre_hook
 from mpcore._torch.storage import StorageWeakRef, alive
-from mpcore.gradients.accumulate import gradient_of, main_gradients
+from mpcore.gradients.accumulate import gradient_of, main_gradients, zero_gradients
 from mpcore.gradients.reduce import reduce_gradients
 from mpcore.layers.initialize import _to_empty
 from mpcore.layers.module import refuse_wrapper
@@ -207,7 +208,13 @@ def count_stages(
         ledger.counts = {}
         with ledger:
             finish_gradients(work.stages)
+        idle = take_unused(unit for stage in work.stages for unit in state_of(stage).units)
+        idle |= {p for p in trained if gradient_of(p) is None}
+        for p in idle:  # a step sends zeros, and drops the sums if no other rank used the parameter
+            p.grad = torch.zeros_like(p)
+        with ledger:
             reduce_gradients(owner)
+        zero_gradients(idle)
         held.sent = ledger.counts
         parameters = list(owner.parameters())
         held.parameters = storage_bytes(local_tensor(p) for p in parameters)
@@ -283,6 +290,8 @@ def _run_stage(
                     y = stage(*args, **kwargs)
                     sent = () if ends else sent_on(y, index, "a dry run")
                     outputs = [work.loss(y)] if ends else [x for x in sent if x.requires_grad]
+                    if ends and not outputs[0].requires_grad:
+                        raise ValueError("the loss depends on no trained parameter: train one that the forward uses")
                 more = storages.most - before
                 _count_messages(work.plan, index, pp, received, sent, round_, ledger)
                 ledger.counts, operators.tally = round_.backward.sent, round_.backward.operators

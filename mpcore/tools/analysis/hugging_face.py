@@ -38,8 +38,12 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         ValueError: if the folder has no config.json of a model of transformers, or the model has no such layout.
     """
     args = _parse(arguments)
+    if mesh.cp.size > 1:
+        raise ValueError(f"models of transformers don't shard sequences, and cp is {mesh.cp.size}: take cp 1")
+    if args.micro_batch < 1 or args.seq_len < 1:
+        raise ValueError(f"--micro-batch {args.micro_batch} and --seq-len {args.seq_len} must be at least 1")
     step = args.micro_batch * mesh.dp.size
-    samples = args.global_batch or step * mesh.pp.size
+    samples = step * mesh.pp.size if args.global_batch is None else args.global_batch
     if samples % step:
         raise ValueError(f"--global-batch {samples} is not a multiple of micro-batch x dp = {step}")
     model = _model(args.hf)
@@ -63,7 +67,10 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         return (torch.empty((*shape, width), dtype=precision.param_dtype),), {}
 
     def loss(output: Any) -> Tensor:
-        logits = output["logits"].flatten(0, 1).float()
+        logits = output.get("logits", torch.empty(0))
+        if logits.shape[:-1] != shape:
+            raise ValueError(f"{type(model).__name__} returns no logits of tokens: take a language model")
+        logits = logits.flatten(0, 1).float()
         return F.cross_entropy(logits, torch.empty(len(logits), dtype=torch.long), reduction="sum")
 
     return Work(stages, plan, inputs, loss, autocast=precision.autocast_dtype)

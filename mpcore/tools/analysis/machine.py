@@ -108,6 +108,8 @@ class Machine:
         return ring * getattr(self, kind, 1.0)
 
 
+MAY_BE_0 = ("peak_32", "peak_8", "peak_vector", "reserve", "node_latency", "latency", "all_gather", "reduce_scatter",
+            "all_to_all", "x_tp", "x_dp", "tau")  # fmt: skip
 NUMBERS = tuple(f.name for f in fields(Machine) if f.name not in ("name", "sources", "errors"))
 
 
@@ -141,6 +143,8 @@ def load_machine(name: str | Path, **changes: float) -> Machine:
     _check(path, numbers, sources)
     given = {key: f"given: instead of {numbers.get(key)}" for key in changes}
     rates: dict[str, Any] = numbers | changes
+    for key in (key for key, value in rates.items() if value <= 0 and key not in MAY_BE_0):
+        raise ValueError(f"{key} {rates[key]} of the machine {path.stem} is not above 0")
     return Machine(str(content.get("name", path.stem)), **rates, sources=sources | given, errors=errors)
 
 

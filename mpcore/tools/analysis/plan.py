@@ -104,7 +104,8 @@ def _rows_to_choose(fits: Sequence[Estimate], machine: Machine, top: int) -> tup
 
 def _commands(args: argparse.Namespace, build: Build, row: int, e: Estimate, node: int) -> list[str]:
     """Return a command that explains this layout, and one that trains it if the target has a trainer."""
-    words = ["mpcore", "plan", args.target, "--world", str(args.world), "--machine", args.machine]
+    target = [args.target] if args.hf is None else []  # the flag --hf takes its place
+    words = ["mpcore", "plan", *target, "--world", str(args.world), "--machine", args.machine]
     for name in ("memory", "node"):
         words += [] if getattr(args, name) is None else [f"--{name}", f"{getattr(args, name):g}"]
     words += [f"--{name}" for name in ("unfused", "cpu") if getattr(args, name)]
