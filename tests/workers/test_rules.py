@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpcore.tools.workers import Average, DelayedNesterov, HeLoCo, Nesterov
-from mpcore.tools.workers.outer import Outer, digest, like, rounded
+from mpcore.tools.workers.outer import Options, Outer, digest, like, rounded
 from mpcore.tools.workers.rules import describe, read_rule
 
 STALE = [0, 0, 2, 1, 3, 0, 5, 1, 0, 2]
@@ -115,7 +115,8 @@ def test_a_rule_is_its_algorithm(rule, by_hand):
 
 
 def test_rules_refuse_numbers_out_of_range():
-    for make in (lambda: Nesterov(momentum=1.0), lambda: DelayedNesterov(activation=0.3), lambda: Average(-1)):
+    for make in (lambda: Nesterov(momentum=1.0), lambda: DelayedNesterov(activation=0.3), lambda: Average(-1),
+                 lambda: DelayedNesterov(buffer=2.5)):  # fmt: skip
         with pytest.raises(ValueError, match=r"from 0"):
             make()
     with pytest.raises(ValueError, match="Nesterow"):
@@ -140,6 +141,27 @@ def test_several_updates_of_one_outer_step_are_averaged():
     outer.apply({**line_of(outer, 0, 0), "workers": 4}, [g])  # one update of four workers
     for name, x in outer.anchor.items():
         torch.testing.assert_close(x, start[name] - g[name] / 4, rtol=1e-13, atol=1e-13)
+
+
+def test_what_is_not_trained_is_averaged_whatever_the_rule():
+    start, gs = tensors(0), [tensors(i) for i in (1, 2)]
+    (first, *_), outer = start, started(Nesterov(), anchor=start)
+    outer.averaged = frozenset([first])
+    outer.apply({"op": "join", "worker": 1, "address": ""})
+    for given, workers in ((gs, 2), (gs[:1], 1)):  # one update of two workers: its share
+        for worker in range(workers):
+            lease(outer, worker, 5)
+        before = outer.anchor[first].clone()
+        entries = [{"worker": worker, "base": 0, "applied": True} for worker in range(workers)]
+        outer.apply({"op": "update", "version": 1, "updates": entries, "workers": workers}, given)
+        torch.testing.assert_close(outer.anchor[first], before - sum(g[first] for g in given) / 2)
+    assert not outer.slots["momentum"][first].any()
+
+
+@pytest.mark.parametrize("options", [{"staleness": -1}, {"every": 0}, {"timeout": float("nan")}, {"replicas": -1}])
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(ValueError, match="out of range"):
+        Options(**options)
 
 
 def test_the_hash_sees_a_bit_a_name_and_a_shape():

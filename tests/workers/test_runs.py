@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from examples.gpt.pretrain import Trainer, parse
-from mpcore import Axis, Mesh, build_mesh
+from mpcore import Axis, Mesh, build_mesh, prepare
 from mpcore.__main__ import main
 from mpcore.experimental import LocalUpdates, simulate
 from mpcore.tools.workers import Average, Nesterov, command
@@ -293,6 +293,41 @@ def test_error_feedback_loses_nothing(dtype):
         assert all(0 < rest.norm() < 0.02 * sent[name].norm() for name, rest in tensors.rest.items())
     for name, x in tensors.read().items():
         torch.testing.assert_close(begun[name] - x, total[name] + tensors.rest[name], rtol=1e-12, atol=1e-12)
+
+
+class Statistics(torch.nn.Module):
+    """A model with running statistics, and a saved mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+@pytest.mark.parametrize("overlap", some(True, of=[False]))
+def test_statistics_and_masks_are_those_of_training_without_workers(overlap):
+    """Nesterov's momentum made variances negative, and -inf - -inf a NaN."""
+
+    def train(*observers):
+        torch.manual_seed(0)
+        model, mesh = Statistics(), build_mesh(device_type="cpu")
+        run = prepare(
+            model, mesh, blocks=[], loss=lambda y, target: (y - target).square().sum(), initialize=False,
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.0), observers=observers,
+        )  # fmt: skip
+        for each in observers:
+            each.begin()
+        while run.step < 16:
+            run.forward_backward(1e-3 * torch.randn(8, 4), torch.zeros(8, 4))
+            run.optimizer_step()
+        return dict(model.named_buffers())
+
+    found = train(LocalUpdates(4, steps=16, listen="127.0.0.1:0", dynamic=False, overlap=overlap))
+    for name, x in train().items():
+        torch.testing.assert_close(found[name], x, msg=name)
 
 
 @pytest.mark.parametrize(

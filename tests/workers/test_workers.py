@@ -523,6 +523,29 @@ def test_a_full_disk_is_told_and_written_later(tmp_path, monkeypatch, caplog):
         Worker(folder=tmp_path, until=300)
 
 
+def test_outer_states_of_an_earlier_journal_do_not_push_out_new_ones(tmp_path):
+    for until in (100, 40):
+        (tmp_path / "journal.jsonl").unlink(missing_ok=True)
+        finish(Worker(folder=tmp_path, until=until, save_every=2))
+        outer, _ = resume(tmp_path, ANCHOR)
+        assert outer.done == until
+
+
+def test_an_update_that_is_not_finite_is_refused_and_its_steps_are_trained_again():
+    good = Worker(until=60, seconds=0.01)
+    bad = start(listen="127.0.0.1:0", token=TOKEN, options=good.peer.options, rule=Nesterov(), until=60, about=ABOUT,
+                anchor=ANCHOR, join=[good.address], defaults={"newer": "no"})  # fmt: skip
+    while (phase := bad.take()) is None:
+        pass
+    bad.hand_in({name: x * float("nan") for name, x in phase.anchor.items()})
+    wait_for(bad.arrived)
+    with pytest.raises(ValueError, match="a of worker 1 is not finite: its update is not applied"):
+        bad.take()
+    bad.close()
+    finish(good)
+    assert all(x.isfinite().all() for x in good.anchor.values())
+
+
 def test_a_worker_joins_by_the_address_of_any_other():
     first = Worker(until=10**6, replicas=0)
     second = Worker([first.address], until=10**6, replicas=0)

@@ -41,6 +41,7 @@ class RunTensors:
 
     Attributes:
         shapes: shape and dtype of each tensor of the unsharded model.
+        averaged: the names of those that aren't trained.
     """
 
     def __init__(self, run: Run, everywhere: bool = False) -> None:
@@ -48,13 +49,16 @@ class RunTensors:
         self.mesh: Mesh = run.mesh
         self.group: Any = run.mesh.world.group
         self.keeps: bool = everywhere or run.mesh.world.rank == 0
+        trained = {f"model/{name}" for name, p, _ in declarations(run.model) if p.requires_grad}
         mine = {}
         for x in self._held()[0]:
             dtype = torch.promote_types(x.tensor.dtype, torch.float32)
-            mine[x.name] = tuple(x.shape), dtype
-        self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = exchange(
-            None, mine, self.group, lambda all_of: {n: tuple(said) for each in all_of for n, said in each.items()}
+            mine[x.name] = tuple(x.shape), dtype, x.name in trained
+        found = exchange(
+            None, mine, self.group, lambda all_of: {n: said for each in all_of for n, said in each.items()}
         )
+        self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {n: (x, y) for n, (x, y, _) in found.items()}
+        self.averaged: list[str] = [name for name, (_, _, is_trained) in found.items() if not is_trained]
         self.base: Tensors = {}
         self.handed: Tensors = {}  # the tensors at the last `moved`
         self.rest: Tensors = {}  # what rounding cut off the last update
@@ -105,13 +109,13 @@ class RunTensors:
     def merge(self, anchor: Tensors) -> None:
         """Write the anchor plus what the tensors changed since the last `moved`. The next `moved` counts from there."""
         now = self.read()
-        self.write({name: anchor[name] + (x - self.handed[name]) for name, x in now.items()})
+        self.write({name: anchor[name] + _less(x, self.handed[name]) for name, x in now.items()})
         self.base = anchor
 
     def moved(self, update_dtype: str = "same") -> Tensors:
         """Return what the tensors lost since `write`, on rank 0, rounded with error feedback unless "same"."""
         now = self.handed = self.read()
-        moved = {name: x - now[name] for name, x in self.base.items()}
+        moved = {name: _less(x, now[name]) for name, x in self.base.items()}
         if update_dtype == "same":
             return moved
         exact = {name: x + self.rest.get(name, 0.0) for name, x in moved.items()}
@@ -204,7 +208,7 @@ class ElasticWorker:
         defaults = {"precision": about["precision"], **defaults}  # a journal of an older program lacks it
 
         def work() -> int:
-            self.peer = self.start(about=about, defaults=defaults, anchor=anchor)
+            self.peer = self.start(about=about, defaults=defaults, anchor=anchor, averaged=self.tensors.averaged)
             return self.peer.number
 
         self.number, _ = self._on_rank_0(work)
@@ -284,6 +288,10 @@ class ElasticWorker:
                 error = problem
         group, both = self.run.mesh.world.group, (value, stop)
         return exchange(error, both, group, lambda of: (of[0][0], any(each for _, each in of)))
+
+
+def _less(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(a == b, 0.0, a - b)  # a mask keeps its infinities
 
 
 def near(address: str) -> str:

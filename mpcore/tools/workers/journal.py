@@ -77,7 +77,8 @@ class Journal:
             temporary.unlink(missing_ok=True)
             write_tensors(temporary, outer.tensors())
             os.replace(temporary, path)
-            for old in saved(self.folder)[:-_KEPT]:
+            mine = [at for at in saved(self.folder) if line_count(at) <= len(self.lines)]  # not of an earlier run
+            for old in mine[:-_KEPT]:
                 old.unlink(missing_ok=True)
         except OSError as error:
             log.warning("NOT WRITTEN, training goes on: the outer state in %s: %s", self.folder, error)

@@ -375,6 +375,10 @@ class Node:
             if lease is None or lease.phase != message["phase"]:
                 return {}  # it was applied: the answer was lost
             update = like(unpack(tensors), outer.anchor)
+            if wrong := [name for name, x in update.items() if not x.isfinite().all()]:
+                raise ValueError(
+                    f"{wrong[0]} of worker {worker} is not finite: its update is not applied, read its losses"
+                )
             entry = {"worker": worker, "phase": lease.phase, "base": message["base"], "steps": [*lease[1:3]]}
             entry |= {"merged": message["merged"], "waited": message["waited"]} if self.options.overlap else {}
             self.pending[worker] = {**entry, "update": digest(update), "handed": round(time.time(), 3)}, update

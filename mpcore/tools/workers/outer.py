@@ -4,6 +4,7 @@
 JSON values, which the journal keeps. Whoever applies the same lines and updates to the same start gets the same bits.
 
     begin   run, rule, first, until, about, anchor    the first line: the steps from first to below until
+            averaged                                  the tensors that aren't trained, which no rule moves
     join    worker, address                           a number is never used again
     lease   worker, phase, steps, base                the worker trains steps [first, last) from the anchor `base`
     update  version, updates, anchor, workers         one outer step: the sum of its updates, divided by `workers`
@@ -16,7 +17,7 @@ import hashlib
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,7 +69,8 @@ class Options:
             raise ValueError(f"wait {self.wait!r} is none of 'none', 'all' and 'quorum:k' with k from 1")
         if self.update_dtype not in ("same", "bfloat16", "int8"):
             raise ValueError(f"update_dtype {self.update_dtype!r} is none of 'same', 'bfloat16' and 'int8'")
-        if self.every < 1 or self.timeout <= 0 or self.replicas < 0 or self.save_every < 1:
+        least = min(self.every - 1, self.replicas, self.save_every - 1, self.staleness or 0)
+        if least < 0 or not self.timeout > 0:
             raise ValueError(f"one of {self} is out of range")
 
     def needed(self, training: int, workers: int) -> int:
@@ -162,9 +164,13 @@ def check_settings(here: Mapping[str, str], run: Mapping[str, str], where: str, 
         raise ValueError(f"{'; '.join(told)}: use the same here, or begin another run (an empty folder, without join)")
 
 
-def new_run(rule: Rule, first: int, until: int, about: Mapping[str, str], anchor: Mapping[str, Tensor]) -> Line:
+def new_run(
+    rule: Rule, first: int, until: int, about: Mapping[str, str], anchor: Mapping[str, Tensor],
+    averaged: Iterable[str] = (),
+) -> Line:  # fmt: skip
     """Return the line `begin` of a new run."""
     facts = {"rule": describe(rule), "first": first, "until": until, "about": dict(about), "anchor": digest(anchor)}
+    facts["averaged"] = sorted(averaged)
     return {"op": "begin", "run": secrets.token_hex(8), **facts, "at": round(time.time(), 3)}
 
 
@@ -193,6 +199,7 @@ class Outer:
         self.begin = begin
         self.rule: Rule = read_rule(begin["rule"])
         self.until: int = int(begin["until"])
+        self.averaged: frozenset[str] = frozenset(begin.get("averaged", ()))
         self.anchor: Tensors = {name: x.detach().clone() for name, x in anchor.items()}
         self.slots: dict[str, dict[str, Tensor]] = {
             slot: {name: torch.zeros_like(x) for name, x in anchor.items()} for slot in self.rule.slots
@@ -286,13 +293,14 @@ class Outer:
             applied.append((self.rule.weight(self.version - entry["base"]), place))
         if applied and updates:
             weighted = [(w, updates[place]) for w, place in applied]
-            step(self.rule, self.version, self.anchor, self.slots, weighted, line.get("workers", len(applied)))
+            workers = line.get("workers", len(applied))
+            step(self.rule, self.version, self.anchor, self.slots, weighted, workers, self.averaged, len(self.members))
         self.version = line["version"]
 
 
 def step(
     rule: Rule, number: int, anchor: Tensors, slots: Mapping[str, Tensors],
-    updates: Sequence[tuple[float, Mapping[str, Tensor]]], workers: int,
+    updates: Sequence[tuple[float, Mapping[str, Tensor]]], workers: int, averaged: Collection[str], members: int,
 ) -> None:  # fmt: skip
     """Move the anchor by the sum of weighted updates, in their order, divided by a number of workers.
 
@@ -302,9 +310,14 @@ def step(
         anchor, slots: the outer state, which changes.
         updates: pairs of a weight and the update's tensors, x_base - x_local.
         workers: the number that divides their sum.
+        averaged: the tensors of which the anchor gets the mean alone. Momentum would make a variance negative.
+        members: the workers of the run. Each has its share of these tensors at most.
     """
     for name, x in anchor.items():
         g = torch.zeros_like(x)
         for weight, update in updates:
             g.add_(update[name].to(g.dtype), alpha=weight)
-        rule.step(x, {slot: held[name] for slot, held in slots.items()}, g.div_(workers), number)
+        if name in averaged:
+            x.sub_(g.div_(max(workers, members)))
+        else:
+            rule.step(x, {slot: held[name] for slot, held in slots.items()}, g.div_(workers), number)

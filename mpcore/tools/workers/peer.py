@@ -361,6 +361,7 @@ class Peer:
 def start(
     *, listen: str, token: bytes, options: Options, rule: Rule, until: int, about: Mapping[str, str], anchor: Tensors,
     first: int = 0, join: Iterable[str] = (), folder: Path | None = None, defaults: Mapping[str, str] | None = None,
+    averaged: Iterable[str] = (),
 ) -> Peer:  # fmt: skip
     """Join a run, or begin one, or resume one after all of its workers ended.
 
@@ -376,6 +377,7 @@ def start(
         about: what must be the same in all workers, by name.
         defaults: the settings in `about` of a run whose journal lacks them.
         anchor: this worker's parameters, by logical name, on the CPU.
+        averaged: the names of those that aren't trained: an outer step averages them.
         join: addresses of workers of the run.
         folder: for the journal. None: none.
 
@@ -412,7 +414,7 @@ def start(
                     f"{folder} has a journal of {written.version} outer steps, and no outer state to go on from: start "
                     f"the worker whose folder has one first, or give this one an empty folder to begin anew"
                 )
-            begin = new_run(rule, first, until, said, anchor)
+            begin = new_run(rule, first, until, said, anchor, averaged)
             outer, lines = found or (Outer(begin, anchor), [begin])
             if found and outer.members:
                 others = ", ".join(map(str, sorted(outer.members)))

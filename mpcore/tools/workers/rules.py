@@ -106,7 +106,7 @@ class DelayedNesterov(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.buffer < 1 or self.activation * self.buffer > 1:
+        if self.buffer < 1 or self.buffer % 1 or self.activation * self.buffer > 1:
             raise ValueError(f"activation {self.activation} is not from 0 to 1/buffer, and buffer is {self.buffer}")
 
     def step(self, x: Tensor, slots: Mapping[str, Tensor], g: Tensor, number: int) -> None:
