@@ -442,8 +442,9 @@ def test_parameters_that_join_later_are_stepped_and_merged():
     models[1].load_state_dict(models[0].state_dict())
     plain = torch.optim.SGD(models[0].parameters(), lr=0.1)
     inner = torch.optim.SGD(models[1][0].parameters(), lr=0.1)
+    late = models[1].pop(1)
     optimizer = DiLoCo(inner, models[1], Mesh(), every=1, lr=1.0, momentum=0.0)
-    optimizer.add_param_group({"params": list(models[1][1].parameters())})
+    optimizer.add_param_group({"params": list(models[1].append(late)[1].parameters())})
     for step in (1, 2):
         for model, each in zip(models, (plain, optimizer), strict=True):
             each.zero_grad()

@@ -127,17 +127,11 @@ class DiLoCo(torch.optim.Optimizer):
         self.nesterov = nesterov
         self.fragments = fragments
         self.outer: dict[Tensor, dict[str, Tensor]] = {}
-        reshard(model)
         numbered: Any = blocks.items() if isinstance(blocks, Mapping) else enumerate(as_module_list(blocks or ()))
         self.block_of: dict[nn.Module, int] = {module: i for i, block in numbered for module in block.modules()}
-        held = list(owners(model))
-        self.names: dict[Tensor, str] = {parameter: name for name, _, _, parameter in held}
-        self.owner: dict[Tensor, nn.Module] = {parameter: module for _, module, _, parameter in held}
         with raising_together():
             check_options(every, lr, momentum, fragments)
-            for p in self._parameters():
-                if p not in self.names:
-                    raise ValueError(f"the optimizer's parameter of shape {tuple(p.shape)} is none of the model's")
+            self._find_parameters()
             if fragments > 1 and blocks is None:
                 raise ValueError(f"fragments {fragments} are of blocks, and none are given: blocks=model.blocks")
         options = {"every": every, "lr": lr, "momentum": momentum, "nesterov": nesterov, "fragments": fragments}
@@ -171,8 +165,9 @@ class DiLoCo(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the inner optimizer."""
+        """Add a parameter group to the inner optimizer, of parameters that the model may have got since."""
         self.optimizer.add_param_group(param_group)
+        self._find_parameters()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Return `{"inner": .., "outer": ..}`: the state dicts of the inner optimizer and of the outer step."""
@@ -241,6 +236,15 @@ class DiLoCo(torch.optim.Optimizer):
         for p, gradient in moved.items():
             self._outer_step(p, gradient)
         return Merge(step, fragment, norm, tuple(norms.tolist()))
+
+    def _find_parameters(self) -> None:
+        reshard(self.model)
+        held = list(owners(self.model))
+        self.names: dict[Tensor, str] = {parameter: name for name, _, _, parameter in held}
+        self.owner: dict[Tensor, nn.Module] = {parameter: module for _, module, _, parameter in held}
+        for p in self._parameters():
+            if p not in self.names:
+                raise ValueError(f"the optimizer's parameter of shape {tuple(p.shape)} is none of the model's")
 
     def _first_merges(self) -> list[int]:
         return [(i + 1) * self.every // self.fragments for i in range(self.fragments)]

@@ -119,6 +119,9 @@ def test_rules_refuse_numbers_out_of_range():
                  lambda: DelayedNesterov(buffer=2.5)):  # fmt: skip
         with pytest.raises(ValueError, match=r"from 0"):
             make()
+    for options in ({"staleness": -1}, {"every": 0}, {"timeout": float("nan")}):
+        with pytest.raises(ValueError, match="out of range"):
+            Options(**options)
     with pytest.raises(ValueError, match="Nesterow"):
         read_rule({"name": "Nesterow"})
 
@@ -156,12 +159,6 @@ def test_what_is_not_trained_is_averaged_whatever_the_rule():
         outer.apply({"op": "update", "version": 1, "updates": entries, "workers": workers}, given)
         torch.testing.assert_close(outer.anchor[first], before - sum(g[first] for g in given) / 2)
     assert not outer.slots["momentum"][first].any()
-
-
-@pytest.mark.parametrize("options", [{"staleness": -1}, {"every": 0}, {"timeout": float("nan")}, {"replicas": -1}])
-def test_options_out_of_range_are_refused(options):
-    with pytest.raises(ValueError, match="out of range"):
-        Options(**options)
 
 
 def test_the_hash_sees_a_bit_a_name_and_a_shape():

@@ -295,25 +295,14 @@ def test_error_feedback_loses_nothing(dtype):
         torch.testing.assert_close(begun[name] - x, total[name] + tensors.rest[name], rtol=1e-12, atol=1e-12)
 
 
-class Statistics(torch.nn.Module):
-    """A model with running statistics, and a saved mask."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
-        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
-
-    def forward(self, x):
-        return self.norm(self.linear(x))
-
-
 @pytest.mark.parametrize("overlap", some(True, of=[False]))
 def test_statistics_and_masks_are_those_of_training_without_workers(overlap):
     """Nesterov's momentum made variances negative, and -inf - -inf a NaN."""
 
     def train(*observers):
         torch.manual_seed(0)
-        model, mesh = Statistics(), build_mesh(device_type="cpu")
+        model, mesh = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)), build_mesh(device_type="cpu")
+        model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
         run = prepare(
             model, mesh, blocks=[], loss=lambda y, target: (y - target).square().sum(), initialize=False,
             optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.0), observers=observers,
