@@ -69,8 +69,8 @@ def coordinate_check(train: Train, widths: Sequence[int], steps: int = 4, layout
         layout: the axes, as `mpcore verify` names them (`tp2`, `pp2`, `dp2`). Ranks are threads of this process.
 
     Raises:
-        ValueError: if there are fewer than two widths, or the layout sets a stage of ZeRO, micro-batches or sequence
-            parallelism, which `train` sets.
+        ValueError: if there are fewer than two widths, a module is missing at a width, or the layout sets a stage of
+            ZeRO, micro-batches or sequence parallelism, which `train` sets.
     """
     axes = parse_layout(layout)
     if axes != Layout(layout, axes.tp, axes.cp, axes.pp, axes.dp, axes.ep):
@@ -87,6 +87,9 @@ def coordinate_check(train: Train, widths: Sequence[int], steps: int = 4, layout
             means = [sum(total for total, _ in part) / sum(count for _, count in part) for part in parts]
             sizes.setdefault(name, []).append(means)
     found = tuple(sorted(set(widths)))
+    for name, means in sizes.items():
+        if len(means) < len(found):
+            raise ValueError(f"{name} is there at {len(means)} of {len(found)} widths: build the same modules at each")
     return Coordinates(found, sizes, {name: _slope(found, [m[-1] for m in means]) for name, means in sizes.items()})
 
 

@@ -89,6 +89,15 @@ def test_coordinates() -> None:
         assert not coordinate_check(train, widths, 3, layout).growing
     assert len(coordinate_check(standard, widths, 3).growing) > 5
 
+    def deeper(width: int, mesh: mp.Mesh) -> Any:
+        run, batch = standard(width, mesh)
+        run.model.extra = nn.Identity() if width > 32 else None
+        run.model.register_forward_hook(lambda model, _, out: out if model.extra is None else model.extra(out))
+        return run, batch
+
+    with pytest.raises(ValueError, match="extra is there at 1 of 2 widths"):
+        coordinate_check(deeper, (32, 96), 1)
+
 
 class Tied(nn.Module):
     def __init__(self, width: int) -> None:
