@@ -124,7 +124,7 @@ def _places(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Param
     for prefix, module in modules:
         declared = declared_by(module)
         for leaf in declared:
-            if leaf not in module._parameters:
+            if leaf not in module._parameters and leaf not in module._buffers:
                 raise ValueError(
                     f"{prefix}.{leaf} is no parameter any more, and {type(module).__name__} declares how it is cut and "
                     f"summed: in place of parametrize or weight_norm write a ParallelModule that declares the factors, "

@@ -17,7 +17,7 @@ import mpcore as mp
 from mpcore import Axis, collectives, from_pretrained
 from mpcore.checkpoint import save
 from mpcore.gradients import grad_norm
-from mpcore.interop import cut
+from mpcore.interop import cut, stage_check
 from mpcore.interop.hugging_face import stored
 from mpcore.interop.lora.files import _keys
 from mpcore.layers.mlp import _tried
@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
         Exception, lambda: mp.simulate(partial(invariant_mesh, degree=2), cp=2)
     ),
     r"Two can't be cut into 2 stages: one uses more of another .*mat1 and mat2": (
-        ValueError, lambda: cut._compare(Two(), [nn.Linear(2, 3), nn.Linear(2, 3)], torch.ones(1, 2), [[]])
+        ValueError, lambda: stage_check.compare(Two(), [nn.Linear(2, 3), nn.Linear(2, 3)], torch.ones(1, 2), [[]])
     ),
     r"the schedule deadlocks: 0B0, action 0 of rank 0, waits for 0F0": (ValueError, lambda: resolve(DEADLOCK)),
     r"0F0, to or from rank 3 of the pipeline, failed: connection closed": (
@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
         Exception, lambda: mp.simulate(planned_on_ranks, ranks=2)
     ),
     r"0.scale is a parameter beside the layers, and no stage is known": (ValueError, cut_beside_a_parameter),
-    r"Linear has no table of ids: give ids \[B, T\]": (ValueError, lambda: cut._ids(nn.Linear(2, 2))),
+    r"Linear has no table of ids: give ids \[B, T\]": (ValueError, lambda: stage_check.random_ids(nn.Linear(2, 2))),
     r"the blocks have 1 nn.Linear, such as 'blocks\[0\]', and no parallel": (
         ValueError, lambda: mp.parallel.convert_to_fp8([nn.Linear(2, 2)])
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import pytest
 import torch
@@ -31,6 +30,7 @@ MODELS = {
      lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SMALL, **WIDE, sliding_window=6)),
     "bert, tied, with a second name of a bias": lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL,
      intermediate_size=24, hidden_dropout_prob=0, attention_probs_dropout_prob=0)),
+    "own, adds outside the layers": lambda: Outside("residual"),
 }  # fmt: skip
 
 
@@ -80,7 +80,8 @@ def same(found: list[list[float]], want: list[float]) -> None:
         assert losses == pytest.approx(want, rel=1e-11)
 
 
-@pytest.mark.parametrize("name", some("gpt2, tied", "bert, tied, with a second name of a bias", of=MODELS))
+@pytest.mark.parametrize("name", some("gpt2, tied", "bert, tied, with a second name of a bias",
+                                      "own, adds outside the layers", of=MODELS))  # fmt: skip
 def test_two_stages_train_as_one_process_and_each_resumes_the_others_checkpoint(ranks, tmp_path, name):
     (want,) = ranks(1, train, name, folder=f"{tmp_path}/one")
     assert len(set(want)) == 3
@@ -125,15 +126,33 @@ def test_a_stage_has_its_layers_alone_under_the_models_names():
     assert len(find_schedule("1f1b", 2, 4).ranks) == 2
 
 
+STEPS = {  # by the change of `Words`: what forward makes of a layer and its input, the table's output, and the ids
+    "a gate of 0": lambda model, layer, x, first, ids: layer(x) + 0 * first,
+    "at most six tokens": lambda model, layer, x, first, ids: layer(x) + torch.zeros(6, 8),
+    "attention": lambda model, layer, x, *_: F.scaled_dot_product_attention(
+        *[layer(x)] * 3, None, 0.5 * model.training
+    ),
+    "between in words": lambda model, layer, x, first, ids: layer(x) * 2,
+    "compares ids": lambda model, layer, x, first, ids: layer(x) * (ids != 1)[..., None],
+    "in place": lambda model, layer, x, first, ids: F.dropout(layer(x), 0.5, model.training, inplace=True),
+    "long residual": lambda model, layer, x, first, ids: layer(x) + first,
+    "long residual in training": lambda model, layer, x, first, ids: layer(x) + (first if model.training else 0),
+    "reentrant": lambda model, layer, x, first, ids: checkpoint(layer, x, use_reentrant=True),
+    "residual": lambda model, layer, x, first, ids: x + layer(x),
+    "residual of a norm": lambda model, layer, x, first, ids: x + layer(F.layer_norm(x, (8,))),
+    "residual, recomputed": lambda model, layer, x, first, ids: x + checkpoint(layer, x, use_reentrant=False),
+}
+
+
 class Words(nn.Module):
     """A table, layers, and a head, which `change` spoils."""
 
-    def __init__(self, change: str = ""):
+    def __init__(self, change: str = "", layer: type = nn.Linear):
         super().__init__()
         self.change = change
         self.table, self.head = nn.Embedding(V, 8), nn.Linear(8, V)
         self.position = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layers = nn.ModuleList(layer(8, 8) for _ in range(4))
         if change == "shared":
             self.layers[3] = self.layers[0]
         if change == "both tied":
@@ -142,26 +161,35 @@ class Words(nn.Module):
         self.scale = nn.Parameter(torch.ones(1)) if change == "raw" else None
         self.layers[1] = self.layers[1] if change != "a hole" else None
         self.register_buffer("ones", torch.ones(1).expand(2))  # can't be written to
+        self.register_buffer("calls", torch.zeros(1))
         self.between = nn.Linear(8, 8)
 
     def forward(self, ids):
+        self.calls = self.calls + 1
         x = first = self.table(ids) + (self.position.weight[: ids.shape[1]] if self.change == "reads a table" else 0)
         for i, layer in enumerate(self.layers if self.change != "backwards" else list(self.layers)[::-1]):
             assert layer.in_features == 8  # a plain attribute, which stands on every stage
-            if self.change == f"skips {i}":
-                continue
-            reentrant = self.change == "reentrant" and self.training
-            layer = partial(checkpoint, layer, use_reentrant=True) if reentrant else layer
-            x = layer(x) + (first if self.change == f"long residual{self.training * ' in training'}" else 0)
+            if self.change != f"skips {i}":
+                x = STEPS.get(self.change, lambda *_: layer(x))(self, layer, x, first, ids)  # noqa: B023
             x = self.between(x) if i == 1 and self.change == "between" else x
-            x = x * 2 if self.change == "between in words" else x + 0 * first if self.change == "a gate of 0" else x
-            x = F.scaled_dot_product_attention(x, x, x, None, 0.5 * self.training) if self.change == "attention" else x
-            x = x * (ids != 1)[..., None] if self.change == "compares ids" else x
-            x = x + torch.zeros(6, 8) if self.change == "at most six tokens" else x
         x = self.head(x)
         if self.change == "infinite":
             return torch.cat([x, torch.full_like(x[..., :1], torch.nan), x[..., :1] / 0], -1)
         return x.argmax(-1) if self.change == "indices" else x
+
+
+class Outside(Words):
+    def forward(self, ids, attention_mask=None):
+        return hf.modeling_outputs.CausalLMOutput(logits=super().forward(ids))
+
+
+class Attends(nn.MultiheadAttention):  # draws numbers within a function of torch
+    def __init__(self, in_features, _):
+        super().__init__(in_features, 2, dropout=0.5, batch_first=True)
+        self.in_features = in_features
+
+    def forward(self, x):
+        return super().forward(x, x, x)[0]
 
 
 class Within(nn.Linear):  # it recomputes itself, as layers of transformers 4.57 do
@@ -177,8 +205,11 @@ class Within(nn.Linear):  # it recomputes itself, as layers of transformers 4.57
     (lambda: Words("at most six tokens"), r"Words fails on ids \(2, 7\): The size of .* as example="),
     *((lambda change=change: Words(change), "in a row they return other values than the model")
       for change in ("long residual", "long residual in training", "a gate of 0", "compares ids")),
+    *((lambda given=given: Words(*given), "in a row they return other values than the model")
+      for given in (("residual of a norm",), ("long residual in training", Attends))),
+    (lambda: Words("residual, recomputed"), "calls a layer in torch.utils.checkpoint, .*: pass recompute= to prepare"),
     (lambda: Words("a hole"), r"layers holds \['0', '1', '2', '3'\]: name 4 layers from 0 on, none of them None"),
-    (lambda: Words("reentrant"), r"checkpoint\(use_reentrant=True\)"), (lambda: Words("raw"), "scale is a parameter"),
+    (lambda: Words("reentrant"), "pass recompute= to prepare"), (lambda: Words("raw"), "scale is a parameter"),
     (lambda: Words("indices"), "in a row they return"),
 ])  # fmt: skip
 def test_what_would_be_another_model_is_refused(model, message):
@@ -193,21 +224,22 @@ def test_what_the_forward_does_between_layers_is_done_on_the_layers_stage(monkey
     assert len(alone(Words(), pp=4)) == 4
     assert [len(alone(Words(name), pp)) for name, pp in (("infinite", 2), ("attention", 2), ("a hole", 1))] == [2, 2, 1]
     ids = torch.arange(7).view(1, 7)
-    first, second = alone(model := Words("between in words"))  # what is between layers is done once, by the next stage
-    assert torch.equal(second(first(ids)), model(ids))
+    for change in ("residual", "in place", "between in words"):
+        first, second = alone(model := Words(change))
+        second(first(ids).detach().requires_grad_()).sum().backward()
+        assert torch.equal(second.eval()(first.eval()(ids)), model.eval()(ids))
     for stage, where in ((first, "layers.2"), (second, "before layers.3")):
         stage.change = "skips 2"
         with pytest.raises(ValueError, match=f"skipped the layer {where}, whose output"):
             stage(ids if stage is first else torch.ones(1, 7, 8))
-    (model := Words()).layers = nn.ModuleList(Within(8, 8) for _ in range(4))
-    assert alone(model)[0](ids).grad_fn is not None
+    assert alone(Words("", Within))[0](ids).grad_fn is not None
     first, second = alone(Words("reads a table"))
     assert ["position.weight" in dict(stage.named_parameters()) for stage in (first, second)] == [True, False]
     assert len(alone(Words("at most six tokens"), example=torch.zeros(1, 6, dtype=torch.long))) == 2
     (model := Words()).layers[1].eval()
     modes = [module.training for module in model.modules()]
     first, _ = alone(model)
-    assert [module.training for module in model.modules()] == modes
+    assert ([module.training for module in model.modules()], model.calls, first.calls) == (modes, 0, 0)
     assert not first.layers[1].training
 
 
@@ -230,6 +262,7 @@ class Tuples(Words):
         super().__init__()
         self.layers = nn.ModuleList(Several(returned) for _ in range(3))
         self.never, self.silent = nn.Linear(2, 2), nn.ReLU()
+        self.top, self.out = self.layers[0], self.head  # second names
         del self.between, self.position
 
     def forward(self, ids, attention_mask=None, use_cache=True):
@@ -258,15 +291,15 @@ def test_stages_have_their_units_and_a_layer_of_another_stage_returns_as_many_th
     for _ in range(2):
         between = stages[1](stages[0](ids, attention_mask=mask), attention_mask=mask)
         assert torch.equal(stages[2](between, attention_mask=mask)["logits"], want)
-        assert stages[2].inlet.x is None, "nothing is kept of a forward"
+        assert stages[2].boundary.received is None, "nothing is kept of a forward"
     with pytest.raises(ValueError, match="never is called now, was not called when the model was cut"):
         stages[2].never(ids)
     with pytest.raises(TypeError):
         stages[2](between, other=1)
-    assert stages[2].inlet.x is None, "also after one that failed"
+    assert stages[2].boundary.received is None, "also after one that failed"
     passed = stages[1].layers[0]
-    assert (passed.returned, passed.ends, passed.training, stages[0].layers[1].ends) == (returned, False, True, True)
-    assert [layer.inlet is None for layer in stages[1].layers if hasattr(layer, "inlet")] == [False, True]
+    assert (passed.returned, passed.training, stages[0].layers[2].place) == (returned, True, "")
+    assert (passed.place, stages[1].layers[2].place) == ("before", "after")
     assert not list(passed.parameters())
 
 

@@ -192,7 +192,7 @@ def _is_alone(module: Any) -> bool:
 
 def _is_layer(kind: type) -> bool:
     """Return whether a class computes something for mpcore: all of mpcore's but the stages of a cut model."""
-    return kind.__module__.startswith("mpcore.") and kind.__module__ != "mpcore.interop.cut"
+    return kind.__module__.startswith("mpcore.") and kind.__module__ != "mpcore.interop.stage_modules"
 
 
 def _sum_itself(module: Any) -> None:
