@@ -19,20 +19,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from mpcore._torch import fsdp
+from mpcore.interop import stage_modules
 from mpcore.interop.hugging_face.small import small_copy
 from mpcore.interop.parallelize.context import check_decoder
 from mpcore.interop.stage_check import compare, random_ids, run_chain
-from mpcore.interop.stage_modules import (
-    BATCH,
-    TOKENS,
-    Blank,
-    Boundary,
-    Elsewhere,
-    PassedLayer,
-    make_stage,
-    sharded_sequence,
-    tokens_split,
-)
+from mpcore.interop.stage_modules import BATCH, TOKENS, sharded_sequence, tokens_split
 from mpcore.layers.initialize import deferred_reads
 from mpcore.mesh.agreement import raising_together
 from mpcore.mesh.axis import Mesh, check_mesh
@@ -110,6 +101,13 @@ def pipeline_stages(
         last = sum(parameter_costs(trace.after.values()))
         cut = partition(parameter_costs(layers.children()), plan.stages, last=last)
         tied = _check_shared(model, where, layers, cut, trace, plan, mesh)
+        of_one = tuple(f"{name}." for name in (where, *trace.before, *trace.after))
+        for name in trace.changed if plan.stages > mesh.pp.size else ():
+            if not name.startswith(of_one):
+                raise ValueError(
+                    f"forward changes the buffer {name} beside the layers, and each of the {plan.stages} stages on "
+                    f"{mesh.pp.size} ranks would: take schedule='1f1b', which places one stage on a rank"
+                )
 
     def checked(sends_inputs: bool) -> list[nn.Module]:
         chain = _chain(model, where, cut, trace, tied, sends_inputs, mesh.device)
@@ -130,9 +128,8 @@ def pipeline_stages(
         add_partial(chain[0].get_submodule(tied), "weight", mesh.ends)  # the last stage has the same module
     mine = plan.stages_of(mesh.pp.rank)
     for stage in (chain[at] for at in mine):
-        of_one = {m for name in (where, *trace.before, *trace.after) for m in stage.get_submodule(name).modules()}
-        for _, module, leaf, _ in persistent_buffers(stage):
-            if module not in of_one:  # every stage has this buffer, and checkpoints have it once
+        for name, module, leaf, _ in persistent_buffers(stage):
+            if not name.startswith(of_one):  # every stage has this buffer, and checkpoints have it once
                 add_partial(module, leaf, mesh.pp)
     blocks = {i: chain[at].get_submodule(f"{where}.{i}") for at in mine for i in cut[at]}
     return Stages([chain[at] for at in mine], blocks, plan)
@@ -148,7 +145,7 @@ def _chain(
     alone = [m for m in model.modules() if next(m.parameters(), None) is None and not isinstance(m, nn.ModuleList)]
     memo = {id(x): x for x in (*model.parameters(), *model.buffers(), *(m for m in alone if not m.state_dict()))}
     copy.deepcopy(alone, memo)
-    chain = [_stage(model, where, held, cut[-1].stop, trace, Boundary(sends_inputs), {**memo}, device) for held in cut]
+    chain = [_stage(model, where, held, cut[-1].stop, trace, sends_inputs, {**memo}, device) for held in cut]
     if tied:
         parent, _, child = tied.rpartition(".")
         chain[-1].get_submodule(parent).register_module(child, chain[0].get_submodule(tied))
@@ -156,25 +153,25 @@ def _chain(
 
 
 def _stage(
-    model: nn.Module, where: str, held: range, count: int, trace: _Trace, boundary: Boundary, memo: Any, device: Any
+    model: nn.Module, where: str, held: range, count: int, trace: _Trace, sends_inputs: bool, memo: Any, device: Any
 ) -> nn.Module:
     """Copy the model with the layers `held` alone. `memo` has what the stages share."""
-    stage = copy.deepcopy(model, memo)
+    stage, boundary = copy.deepcopy(model, memo), stage_modules.Boundary(sends_inputs)
     replaced: dict[nn.Module, nn.Module] = {}
     for i in (i for i in range(count) if i not in held):
         layer, place = stage.get_submodule(f"{where}.{i}"), {held.start - 1: "before", held.stop: "after"}.get(i, "")
-        replaced[layer] = PassedLayer(layer, trace.returned[i], place, boundary)
+        replaced[layer] = stage_modules.PassedLayer(layer, trace.returned[i], place, boundary)
     for name in trace.before if held.start else ():
         module = stage.get_submodule(name)
-        replaced[module] = Blank(name, trace.shapes.get(name), boundary, module, device)
+        replaced[module] = stage_modules.Blank(name, trace.shapes.get(name), boundary, module, device)
     for name in trace.after if held.stop < count else ():
-        replaced[stage.get_submodule(name)] = Elsewhere()
+        replaced[stage.get_submodule(name)] = stage_modules.Elsewhere()
     for parent in [*stage.modules()]:
         for name, module in parent._modules.items():  # a module may have several names
             parent._modules[name] = replaced.get(module, module) if module is not None else None
     first = f"{where}.{held.start}" if held.start else ""
     last = f"{where}.{held.stop - 1}" if held.stop < count else ""
-    make_stage(stage, boundary, trace.options, (first, last))
+    stage_modules.make_stage(stage, boundary, trace.options, (first, last))
     return stage
 
 
@@ -187,6 +184,7 @@ class _Trace:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the outputs of the modules in `before`
     returned: list[int] = field(default_factory=list)  # the length of the tuple of each layer; 0: a tensor
     options: dict[str, Any] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)  # buffers that forward changes
 
 
 def _layers(model: nn.Module) -> tuple[str, nn.Module]:
@@ -207,6 +205,12 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
     trace = _Trace()
     trace.options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     handles = [m.register_forward_hook(lambda m, _, out: calls.append((m, out))) for m in (*numbers, *units)]
+    before = {name: (id(x), x._version) for name, x in model.named_buffers()}
+
+    def note_changes(*_: Any) -> None:
+        trace.changed |= {name for name, x in model.named_buffers() if before.get(name) != (id(x), x._version)}
+
+    last = model.register_forward_hook(note_changes)
     try:
         for found in run_chain(model, [model], ids, trace.options):
             want.append(found)
@@ -218,7 +222,7 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
             f"{type(model).__name__} fails on ids {tuple(ids.shape)}: {said}. Give ids [B, T] that it takes as example="
         ) from error
     finally:
-        for handle in handles:
+        for handle in (*handles, last):
             handle.remove()
     of_layers = [at for at, (module, _) in enumerate(calls) if module in numbers]
     order = [numbers[calls[at][0]] for at in of_layers]

@@ -92,7 +92,6 @@ class PassedLayer(nn.Module):
 
 
 def first_tensor(tree: Any) -> Tensor | None:
-    """Return the first floating-point tensor in nested containers."""
     return next((x for x in leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()), None)
 
 

@@ -165,7 +165,7 @@ class Words(nn.Module):
         self.between = nn.Linear(8, 8)
 
     def forward(self, ids):
-        self.calls = self.calls + 1
+        self.calls = self.calls + 1 if self.change == "counts" else self.calls
         x = first = self.table(ids) + (self.position.weight[: ids.shape[1]] if self.change == "reads a table" else 0)
         for i, layer in enumerate(self.layers if self.change != "backwards" else list(self.layers)[::-1]):
             assert layer.in_features == 8  # a plain attribute, which stands on every stage
@@ -236,7 +236,7 @@ def test_what_the_forward_does_between_layers_is_done_on_the_layers_stage(monkey
     first, second = alone(Words("reads a table"))
     assert ["position.weight" in dict(stage.named_parameters()) for stage in (first, second)] == [True, False]
     assert len(alone(Words("at most six tokens"), example=torch.zeros(1, 6, dtype=torch.long))) == 2
-    (model := Words()).layers[1].eval()
+    (model := Words("counts")).layers[1].eval()
     modes = [module.training for module in model.modules()]
     first, _ = alone(model)
     assert ([module.training for module in model.modules()], model.calls, first.calls) == (modes, 0, 0)
@@ -318,3 +318,7 @@ def test_a_table_may_be_tied_between_the_outer_ranks_or_on_one():
     assert first.table.weight is last.table.weight is last.head.weight
     assert mp.sharding.shardings(first)["table.weight"].partial == ()  # this process has no ends
     assert [len(alone(Tied(), schedule=name)) for name in ("zbv", "interleaved")] == [4, 4]
+    with pytest.raises(
+        ValueError, match="changes the buffer calls beside the layers, and each of the 4 stages on 2 ranks"
+    ):
+        alone(Words("counts"), schedule="zbv")
