@@ -294,13 +294,7 @@ def _check_whole(model: nn.Module, where: str, layers: nn.Module, stages: int) -
             f"values, and give prepare initialize=True to draw new ones"
         )
     check_decoder(model, f"pp {stages}")
-    config: Any = getattr(model, "config", None)
-    for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
-        if getattr(config, name, False) is True:
-            raise ValueError(
-                f"{name} is True in the config of {type(model).__name__}, and each of {stages} stages has some of the "
-                f"layers: set model.config.{name} = False, or build the mesh with pp 1"
-            )
+    stage_modules.check_outputs(model, {})
     if fsdp.units(model):
         raise ValueError("the model is sharded over data already: cut it first, prepare shards its stages")
 

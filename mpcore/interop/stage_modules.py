@@ -156,6 +156,7 @@ class Stage(nn.Module):
                     f"{name} {tuple(given.shape)} needs modules and ids of several pipeline stages, which pass on one "
                     f"tensor of hidden states: leave {name} out, or build the mesh with pp 1"
                 )
+        check_outputs(self, arguments)
         if sequence is None and "use_cache" in self.options and _restart(positions, arguments):
             check_cache(self)
         args, arguments, boundary, (first, last) = (x,), {**self.options, **arguments}, self.boundary, self.ends
@@ -204,6 +205,17 @@ def make_stage(model: nn.Module, boundary: Boundary, options: dict[str, Any], en
     """Turn a copy of a model that has the layers of one stage into this stage, in place."""
     model.__class__ = type(f"PipelineStage{type(model).__name__}", (Stage, type(model)), {"whole_class": type(model)})
     model.boundary, model.options, model.ends = boundary, options, ends  # type: ignore[assignment]
+
+
+def check_outputs(model: nn.Module, arguments: dict[str, Any]) -> None:
+    """Raise ValueError if forward would return something of each layer."""
+    config: Any = getattr(model, "config", None)
+    for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
+        if arguments.get(name, getattr(config, name, False)) is True:
+            raise ValueError(
+                f"{name} is True for {type(model).__name__}, and a pipeline stage has some of the layers: leave it out "
+                f"of the call and of model.config, or build the mesh with pp 1"
+            )
 
 
 def sharded_sequence(model: nn.Module) -> ShardedSequence | None:

@@ -79,7 +79,9 @@ CASES = {  # the sizes of the mesh, the call, and the two parts of the error: th
         .stages[0](IDS, pixel_values=torch.ones(2, 3, 8, 8)), r"pixel_values \(2, 3, 8, 8\)", "leave pixel_values out"),
     "pp of router losses": ({"pp": 2}, lambda on: mp.pipeline_stages(
         set_field(build("qwen3_moe"), output_router_logits=True), on, micro_batches=2),
-     "output_router_logits .* 2 stages", "output_router_logits = False"),
+     "output_router_logits .* pipeline stage", "mesh with pp 1"),
+    "pp of all hidden states": ({"pp": 2}, lambda on: mp.pipeline_stages(build("llama"), on, micro_batches=2)
+        .stages[0](IDS, output_hidden_states=True), "output_hidden_states .* pipeline stage", "mesh with pp 1"),
     "pp of a class of a sequence": ({"pp": 2}, lambda on: mp.pipeline_stages(
         hf.LlamaForSequenceClassification(build("llama").config), on, micro_batches=2), "2 stages", "mesh with pp 1"),
     "pp of a table that grows": ({"pp": 2}, lambda on: mp.pipeline_stages(
