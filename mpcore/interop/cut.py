@@ -102,7 +102,7 @@ def pipeline_stages(
         cut = partition(parameter_costs(layers.children()), plan.stages, last=last)
         tied = _check_shared(model, where, layers, cut, trace, plan, mesh)
         of_one = tuple(f"{name}." for name in (where, *trace.before, *trace.after))
-        for name in trace.changed if plan.stages > mesh.pp.size else ():
+        for name, *_ in trace.changed if plan.stages > mesh.pp.size else ():
             if not name.startswith(of_one):
                 raise ValueError(
                     f"forward changes the buffer {name} beside the layers, and each of the {plan.stages} stages on "
@@ -184,7 +184,7 @@ class _Trace:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the outputs of the modules in `before`
     returned: list[int] = field(default_factory=list)  # the length of the tuple of each layer; 0: a tensor
     options: dict[str, Any] = field(default_factory=dict)
-    changed: set[str] = field(default_factory=set)  # buffers that forward changes
+    changed: set[tuple[str, int, int]] = field(default_factory=set)  # buffers that forward changes, by name
 
 
 def _layers(model: nn.Module) -> tuple[str, nn.Module]:
@@ -205,12 +205,10 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
     trace = _Trace()
     trace.options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     handles = [m.register_forward_hook(lambda m, _, out: calls.append((m, out))) for m in (*numbers, *units)]
-    before = {name: (id(x), x._version) for name, x in model.named_buffers()}
-
-    def note_changes(*_: Any) -> None:
-        trace.changed |= {name for name, x in model.named_buffers() if before.get(name) != (id(x), x._version)}
-
-    last = model.register_forward_hook(note_changes)
+    before = {(name, id(x), x._version) for name, x in model.named_buffers()}
+    last = model.register_forward_hook(
+        lambda *_: trace.changed.update({(name, id(x), x._version) for name, x in model.named_buffers()} - before)
+    )
     try:
         for found in run_chain(model, [model], ids, trace.options):
             want.append(found)
@@ -228,8 +226,7 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
     order = [numbers[calls[at][0]] for at in of_layers]
     if order != list(range(len(numbers))):
         raise ValueError(f"the layers of {type(model).__name__} are called in the order {order}, not once each")
-    outs = [calls[at][1] for at in of_layers]
-    trace.returned = [len(out) if isinstance(out, tuple | list) else 0 for out in outs]
+    trace.returned = [len(out) if isinstance(out, tuple | list) else 0 for module, out in calls if module in numbers]
     sizes = {ids.shape[1] // tokens_split(model): TOKENS, ids.shape[0]: BATCH}
     for module, name in units.items():
         places = [at for at, (called, _) in enumerate(calls) if called is module]

@@ -25,14 +25,10 @@ class EndOfStageError(Exception):
 
 
 class Boundary:
-    """Hold what a stage receives and what it sends, while its forward runs. A deep copy is the same object.
+    """Hold what a stage receives and what it sends, while its forward runs. A deep copy is the same object."""
 
-    Args:
-        sends_inputs: whether stages send the input of the next stage's first layer, not their last layer's output.
-    """
-
-    def __init__(self, sends_inputs: bool = False) -> None:
-        self.sends_inputs = sends_inputs
+    def __init__(self, sends_inputs: bool) -> None:
+        self.sends_inputs = sends_inputs  # the input of the next stage's first layer, not the last layer's output
         self.clear()
 
     def clear(self) -> None:
@@ -102,9 +98,8 @@ def check_checkpoint(function: Any) -> None:
         frame = frame.f_back
     if frame is not None:
         raise ValueError(
-            "forward calls a layer in torch.utils.checkpoint, which would compute without the input that a pipeline "
-            "stage receives: pass recompute= to prepare instead, or use_reentrant=False if forward adds the input to "
-            "nothing"
+            "forward calls a layer in torch.utils.checkpoint, which holds another input than the pipeline stage: pass "
+            "recompute= to prepare instead, or use_reentrant=False if forward adds the layer's input to nothing"
         )
 
 
