@@ -92,8 +92,12 @@ def pipeline_stages(
         _check_whole(model, where, layers, plan.stages)
         tried = small_copy(model) if deferred_reads([model]) else model
         ids = random_ids(tried) if example is None else example
+        if ids.dim() != 2:
+            raise ValueError(f"example has the shape {tuple(ids.shape)}: give ids [B, T]")
+        if len(ids) == ids.shape[1] // tokens_split(model):
+            ids = ids[[*range(len(ids)), 0]]  # another number of samples than of tokens: `_traced` finds both in shapes
         if tried is not model and example is not None:
-            ids = example.cpu() % (int(random_ids(tried).max()) + 1)
+            ids = ids.cpu() % (int(random_ids(tried).max()) + 1)
         if sequence := sharded_sequence(model):
             ids = ids.roll(sequence.cp.rank, 1)  # other tokens on each rank of cp, as of a batch
         seen, want = _traced(tried, tried.get_submodule(where), ids)

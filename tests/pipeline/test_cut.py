@@ -123,6 +123,11 @@ def test_a_stage_has_its_layers_alone_under_the_models_names():
     assert all(dict(model.named_parameters())[name] is p for part in held for name, p in part.items())
     assert {n.split(".")[2] for n in held[0] if "layers" in n} == {"0", "1"}
     assert type(model) is hf.LlamaForCausalLM
+    first, last = alone(model, example=torch.ones(7, 7, dtype=torch.long))  # as many samples as tokens
+    ids = torch.arange(9)[None]
+    assert torch.equal(last(first(ids)).logits, model(ids).logits)
+    with pytest.raises(ValueError, match=r"example has the shape \(7,\): give ids \[B, T\]"):
+        alone(Words(), example=torch.arange(7))
     assert len(find_schedule("1f1b", 2, 4).ranks) == 2
 
 
