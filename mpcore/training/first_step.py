@@ -117,9 +117,15 @@ class FirstStep(Observer):
         return total
 
     def after_reduce(self, run: Run) -> None:
-        """Raise on every rank if the ranks of tp have different gradients of a replicated parameter."""
+        """Raise on every rank if no parameter has a gradient, or ranks of tp other gradients of a replicated one."""
         run.observers.remove(self)
         if self.loss_check and self.loss_check.tokens:
+            count = sum(gradient_of(p) is not None for p in self.parameters)
+            if not all_reduce(torch.tensor(float(count), device=self.mesh.device), self.mesh.world):
+                raise ValueError(
+                    f"none of the {len(self.parameters)} parameters has a gradient after the first backward: the loss "
+                    f"is made of none that requires one, so there is nothing to train"
+                )
             check_replicas(run.tree, run.mesh, self.half, self.states, CHANGED if self.writes.changed else "")
 
 

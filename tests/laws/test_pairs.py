@@ -281,6 +281,12 @@ def test_all_pairs_of_every_layer_equal_plain_torch_or_are_refused(case):
     check(case, cover(True)[case])
 
 
+@pytest.mark.parametrize("zero", ["ZeRO-1", "ZeRO-3"])
+def test_a_step_without_a_gradient_is_refused(zero):
+    """Of adapters of a head whose weight the loss reads by itself; ZeRO makes the output require a gradient."""
+    assert outcome(["LoRA", zero], CASES["fused cross entropy"]) == IS_REFUSED
+
+
 THRESHOLD = 2.2  # some heads are above it, some below
 CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()
 
