@@ -39,6 +39,7 @@ class Feature:
         abandons: compute gradients of larger inputs before each step, and drop them.
         grows: two micro-batches from the second step on.
         max_norm: clip the gradients to this norm.
+        optimizer: makes the optimizer of groups of parameters, of the run and in plain torch, in place of AdamW.
         kind: two features of one kind exclude each other by nature.
     """
 
@@ -53,6 +54,7 @@ class Feature:
     abandons: bool = False
     grows: bool = False
     max_norm: float = 0.0
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None
     kind: str = ""
 
 
@@ -119,6 +121,7 @@ FEATURES: dict[str, Feature] = {
     "deepcopy": Feature(change=copy.deepcopy), "frozen biases": Feature(change=_freeze_biases),
     "unused parameter": Feature(change=_add_unused), "parameter of one step": Feature(change=_add_sometimes),
     "ZeRO-1": _zero(1), "ZeRO-2": _zero(2), "ZeRO-3": _zero(3),
+    "SGD of torch": Feature(optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9, weight_decay=0.1)),
     "2 micro-batches": Feature(of_run={"micro_batches": 2}, kind="micro-batches"),
     "more micro-batches": Feature(grows=True, kind="micro-batches"),
     "optimizer offload": Feature(of_run={"offload": mp.Offload(optimizer=True)}, kind="offload"),
@@ -131,7 +134,7 @@ FEATURES: dict[str, Feature] = {
 
 REFUSED = [
     {"LoRA", "invariant"}, {"invariant", "parameter offload"}, {"invariant", "compile"},
-    {"invariant", "split backward"}, {"parameter offload", "split backward"},
+    {"invariant", "split backward"}, {"invariant", "SGD of torch"}, {"parameter offload", "split backward"},
     {"overlapped communication", "invariant"}, *({f"ZeRO-{stage}", "parameter offload"} for stage in (1, 2, 3)),
 ]  # fmt: skip
 """The pairs that are refused. All others are equal."""

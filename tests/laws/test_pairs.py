@@ -10,14 +10,14 @@ import itertools
 import math
 import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.experimental import QKClip
@@ -51,6 +51,13 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
+def groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Parameter groups: vectors don't decay."""
+    listed = [*parameters]
+    matrices, others = ([p for p in listed if (p.dim() > 1) == wide] for wide in (True, False))
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+
+
 Clip = Callable[[Mapping[str, Tensor], Tensor], dict[str, Tensor]]
 
 
@@ -65,9 +72,8 @@ def plain(case: Case, features: Sequence[Feature], clip: Clip = lambda p, x: {})
     tied = {name: p for name, p in tied.items() if name not in params}
     trained = {name: p for name, p in params.items() if p.requires_grad}
     most = sum(each.max_norm for each in features) or math.inf
-    matrices = [p for p in trained.values() if p.dim() > 1]
-    others = [p for p in trained.values() if p.dim() < 2]
-    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], **RULE)
+    make = next((each.optimizer for each in features if each.optimizer), partial(torch.optim.AdamW, **RULE))
+    optimizer = make(groups(trained.values()))
     x, steps = draw("x", B, T, D), []
     for step in range(STEPS):
         read = params | tied
@@ -105,6 +111,11 @@ def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int, 
         mesh, of_run = feature.of_mesh(mesh), of_run | feature.of_run
         prepare = prepare if feature.prepare is mp.prepare else feature.prepare
 
+    make = next((each.optimizer for each in features if each.optimizer), None)
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return mp.AdamW(model, **RULE) if make is None else make(groups(model.parameters()))
+
     def start(values: str = "") -> mp.Run:
         model = Block(case, mesh, on.get("sequence_parallel", False))
         for feature in features:
@@ -115,7 +126,7 @@ def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int, 
         mp.load_full_state_dict(model, {name: draw(values + same[name], *shape) for name, shape in shapes.items()})
         return prepare(
             model, mesh, blocks=[model.layer], initialize=False, loss=squares,
-            optimizer=lambda m: mp.AdamW(m, **RULE), **{"micro_batches": case.stages} | of_run,
+            optimizer=optimizer, **{"micro_batches": case.stages} | of_run,
         )  # fmt: skip
 
     run, x, target, steps = start(), draw("x", B, T, D), draw("target", B, T, width), []
