@@ -22,7 +22,7 @@ from mpcore._torch import fsdp
 from mpcore.interop import stage_modules
 from mpcore.interop.hugging_face.small import small_copy
 from mpcore.interop.parallelize.context import check_decoder
-from mpcore.interop.stage_check import compare, random_ids, run_chain
+from mpcore.interop.stage_check import Run, check_buffers, compare, random_ids, run_chain
 from mpcore.interop.stage_modules import BATCH, TOKENS, sharded_sequence, tokens_split
 from mpcore.layers.initialize import deferred_reads
 from mpcore.mesh.agreement import raising_together
@@ -106,28 +106,29 @@ def pipeline_stages(
         cut = partition(parameter_costs(layers.children()), plan.stages, last=last)
         tied = _check_shared(model, where, layers, cut, trace, plan, mesh)
         of_one = tuple(f"{name}." for name in (where, *trace.before, *trace.after))
-        for name, *_ in trace.changed if plan.stages > mesh.pp.size else ():
+        for name in trace.changed if plan.stages > mesh.pp.size else ():
             if not name.startswith(of_one):
                 raise ValueError(
                     f"forward changes the buffer {name} beside the layers, and each of the {plan.stages} stages on "
                     f"{mesh.pp.size} ranks would: take schedule='1f1b', which places one stage on a rank"
                 )
 
-    def checked(sends_inputs: bool) -> list[nn.Module]:
+    def checked(sends_inputs: bool) -> tuple[list[nn.Module], list[nn.Module], list[Run]]:
         chain = _chain(model, where, cut, trace, tied, sends_inputs, mesh.device)
         same = chain if tried is model else _chain(tried, where, cut, seen, tied, sends_inputs)
-        compare(tried, same, ids, want)
-        return chain
+        return chain, same, compare(tried, same, ids, want)
 
     try:
         with raising_together():
-            chain = checked(sends_inputs=False)
+            chain, same, got = checked(sends_inputs=False)
     except ValueError as refused:
         with raising_together():  # all ranks of tp and cp try again, or none
             try:
-                chain = checked(sends_inputs=True)
+                chain, same, got = checked(sends_inputs=True)
             except ValueError as error:  # the more helpful one is made of a ValueError
                 raise error if isinstance(error.__cause__, ValueError) else refused from None
+    with raising_together():
+        check_buffers(tried, same, want, got)
     if tied and plan.rank_of[0] != plan.rank_of[plan.stages - 1]:
         add_partial(chain[0].get_submodule(tied), "weight", mesh.ends)  # the last stage has the same module
     mine = plan.stages_of(mesh.pp.rank)
@@ -188,7 +189,7 @@ class _Trace:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the outputs of the modules in `before`
     returned: list[int] = field(default_factory=list)  # the length of the tuple of each layer; 0: a tensor
     options: dict[str, Any] = field(default_factory=dict)
-    changed: set[tuple[str, int, int]] = field(default_factory=set)  # buffers that forward changes, by name
+    changed: set[str] = field(default_factory=set)  # buffers that forward changes
 
 
 def _layers(model: nn.Module) -> tuple[str, nn.Module]:
@@ -200,22 +201,20 @@ def _layers(model: nn.Module) -> tuple[str, nn.Module]:
     return max(outer.items(), key=lambda found: sum(p.numel() for p in found[1].parameters()))
 
 
-def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, list[list[Tensor]]]:
+def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, list[Run]]:
     """Run the model; return the trace of its first forward, and what `run_chain` yields."""
     numbers = {layer: i for i, layer in enumerate(layers.children())}
     units = {module: name for name, module in _units(model, layers)}
     calls: list[tuple[nn.Module, Any]] = []  # each with its output
-    want: list[list[Tensor]] = []
+    want: list[Run] = []
     trace = _Trace()
     trace.options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     handles = [m.register_forward_hook(lambda m, _, out: calls.append((m, out))) for m in (*numbers, *units)]
-    before = {(name, id(x), x._version) for name, x in model.named_buffers()}
-    last = model.register_forward_hook(
-        lambda *_: trace.changed.update({(name, id(x), x._version) for name, x in model.named_buffers()} - before)
-    )
     try:
         for found in run_chain(model, [model], ids, trace.options):
             want.append(found)
+            made = found[1][0] if found[1] else {}
+            trace.changed |= {name for name, x in model.named_buffers() if not made.get(name, x).equal(x)}
             for handle in handles:
                 handle.remove()
     except Exception as error:
@@ -224,7 +223,7 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
             f"{type(model).__name__} fails on ids {tuple(ids.shape)}: {said}. Give ids [B, T] that it takes as example="
         ) from error
     finally:
-        for handle in (*handles, last):
+        for handle in handles:
             handle.remove()
     of_layers = [at for at, (module, _) in enumerate(calls) if module in numbers]
     order = [numbers[calls[at][0]] for at in of_layers]

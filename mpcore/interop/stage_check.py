@@ -2,6 +2,7 @@
 
 The model and the stages each run five times: in evaluation, with padding, with comparisons of ids inverted, and twice
 in training. They share all weights. Dropout is left out, because a stage draws other numbers than the model.
+A checkpoint has the buffers beside the layers once, so each stage must give them the values that the model gives.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from mpcore.interop.stage_modules import OTHERWISE, Stage, sharded_sequence, tok
 from mpcore.layers.attention import sequence_index
 from mpcore.layers.module import in_eval_mode
 from mpcore.mesh.axis import Axis
+from mpcore.sharding.declarations import persistent_buffers
 
 SHAPE = (2, 7)  # samples and tokens of the check
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
 DROPOUT_P = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}  # where the argument stands
+
+Run = tuple[list[Tensor], list[dict[str, Tensor]]]  # what stages in a row return; the buffers of each stage
 
 
 class CheckMode(TorchFunctionMode):
@@ -57,8 +61,10 @@ def random_ids(model: nn.Module) -> Tensor:
 
 def run_chain(
     model: nn.Module, stages: list[nn.Module], ids: Tensor, options: Any, must_train: bool = False
-) -> Iterator[list[Tensor]]:
-    """Yield the floating-point tensors that stages in a row return, for each of the five runs.
+) -> Iterator[Run]:
+    """Yield the floating-point tensors that stages in a row return, and the buffers of each, for each of the five runs.
+
+    As on different ranks, each stage begins with the buffers that the model has.
 
     If training fails, raise the error if `must_train`, and else yield no tensors.
     """
@@ -75,6 +81,7 @@ def run_chain(
     devices = [ids.device] if ids.is_cuda else []
     for seed, (trains, checking, mask) in enumerate(runs):
         x: Any = ids
+        made: list[dict[str, Tensor]] = []
         with in_eval_mode(stages), torch.no_grad(), torch.random.fork_rng(devices), CheckMode():
             for generator in (torch.default_generator, *(torch.cuda.default_generators[at.index] for at in devices)):
                 generator.manual_seed(seed)  # torch.manual_seed would change those of other devices, for good
@@ -82,38 +89,54 @@ def run_chain(
                 for stage in stages:
                     if isinstance(stage, Stage):
                         stage.boundary.checking = checking
-                    x = stage.train(trains)(x, **options, **mask)
+                    try:
+                        x = stage.train(trains)(x, **options, **mask)
+                        made.append({name: y.clone() for name, y in stage.named_buffers(remove_duplicate=False)})
+                    finally:
+                        for module, name, buffer in places:
+                            module._buffers[name] = buffer
+                        for buffer, before in buffers.items():
+                            if not buffer.equal(before):  # one that is expanded can't be written to
+                                buffer.copy_(before)
             except Exception:
                 if must_train or not trains:
                     raise
                 x = None
-            finally:
-                for module, name, buffer in places:
-                    module._buffers[name] = buffer
-                for buffer, before in buffers.items():
-                    if not buffer.equal(before):  # one that is expanded can't be written to
-                        buffer.copy_(before)
-        yield [y for y in leaves(x) if isinstance(y, Tensor) and y.is_floating_point()]
+        yield [y for y in leaves(x) if isinstance(y, Tensor) and y.is_floating_point()], made
 
 
-def compare(model: nn.Module, stages: list[nn.Module], ids: Tensor, want: list[list[Tensor]]) -> None:
-    """Raise ValueError if stages in a row don't return what `run_chain` yielded for the model, bit for bit."""
+def compare(model: nn.Module, stages: list[nn.Module], ids: Tensor, want: list[Run]) -> list[Run]:
+    """Return the runs of stages in a row. Raise ValueError if they don't return what the model does, bit for bit."""
     cut = f"{type(model).__name__} can't be cut into {len(stages)} stages"
     try:
-        got = list(run_chain(model, stages, ids, {}, bool(want[-1])))
+        got = list(run_chain(model, stages, ids, {}, bool(want[-1][0])))
     except Exception as error:
         raise ValueError(
             f"{cut}: one uses more of another than one tensor of hidden states ({type(error).__name__}: {error}). "
             f"{OTHERWISE}"
         ) from error
-    if not (want[-1] and _same(want[-1], want[-2])):
+    if not (want[-1][0] and _same(want[-1][0], want[-2][0])):
         want, got = want[:-2], got[:-2]  # training fails, or draws random numbers
-    if not any(want) or not all(_same(a, b) for a, b in zip(want, got, strict=True)):
+    if not any(out for out, _ in want) or not all(_same(a, b) for (a, _), (b, _) in zip(want, got, strict=True)):
         raise ValueError(
             f"{cut}: in a row they return other values than the model, in training or in evaluation. A stage has one "
             f"tensor: the output of the last layer before it, or the input of its first layer. Compute in the layers "
             f"what forward computes of ids, of x = x + layer(norm(x)), or of what another layer made. {OTHERWISE}"
         )
+    return got
+
+
+def check_buffers(model: nn.Module, stages: list[nn.Module], want: list[Run], got: list[Run]) -> None:
+    """Raise ValueError if a stage gives a buffer that checkpoints have another value than the model gives it."""
+    for (_, (was,)), (_, made) in zip(want, got, strict=False):  # `got` may lack the runs in training
+        for stage, now in zip(stages, made, strict=True):
+            for name, *_ in persistent_buffers(stage):
+                if not _same([was[name]], [now[name]]):
+                    raise ValueError(
+                        f"{type(model).__name__} can't be cut into {len(stages)} stages: forward gives the buffer "
+                        f"{name} a value that some stages can't compute. Make it a buffer of a layer, or of a module "
+                        f"with parameters that forward calls before or after all layers. {OTHERWISE}"
+                    )
 
 
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:

@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
         Exception, lambda: mp.simulate(partial(invariant_mesh, degree=2), cp=2)
     ),
     r"Two can't be cut into 2 stages: one uses more of another .*mat1 and mat2": (
-        ValueError, lambda: stage_check.compare(Two(), [nn.Linear(2, 3), nn.Linear(2, 3)], torch.ones(1, 2), [[]])
+        ValueError, lambda: stage_check.compare(Two(), [nn.Linear(2, 3), nn.Linear(2, 3)], torch.ones(1, 2), [([], [])])
     ),
     r"the schedule deadlocks: 0B0, action 0 of rank 0, waits for 0F0": (ValueError, lambda: resolve(DEADLOCK)),
     r"0F0, to or from rank 3 of the pipeline, failed: connection closed": (

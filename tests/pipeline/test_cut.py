@@ -139,6 +139,8 @@ STEPS = {  # by the change of `Words`: what forward makes of a layer and its inp
     ),
     "between in words": lambda model, layer, x, first, ids: layer(x) * 2,
     "compares ids": lambda model, layer, x, first, ids: layer(x) * (ids != 1)[..., None],
+    "counts in place": lambda model, layer, x, first, ids: layer(x) * model.calls,
+    "counts layers": lambda model, layer, x, first, ids: layer(x) + 0 * model.calls.add_(1),
     "in place": lambda model, layer, x, first, ids: F.dropout(layer(x), 0.5, model.training, inplace=True),
     "long residual": lambda model, layer, x, first, ids: layer(x) + first,
     "long residual in training": lambda model, layer, x, first, ids: layer(x) + (first if model.training else 0),
@@ -171,6 +173,7 @@ class Words(nn.Module):
 
     def forward(self, ids):
         self.calls = self.calls + 1 if self.change == "counts" else self.calls
+        self.calls.add_(self.change == "counts in place")
         x = first = self.table(ids) + (self.position.weight[: ids.shape[1]] if self.change == "reads a table" else 0)
         for i, layer in enumerate(self.layers if self.change != "backwards" else list(self.layers)[::-1]):
             assert layer.in_features == 8  # a plain attribute, which stands on every stage
@@ -212,6 +215,7 @@ class Within(nn.Linear):  # it recomputes itself, as layers of transformers 4.57
       for change in ("long residual", "long residual in training", "a gate of 0", "compares ids")),
     *((lambda given=given: Words(*given), "in a row they return other values than the model")
       for given in (("residual of a norm",), ("long residual in training", Attends))),
+    (lambda: Words("counts layers"), "forward gives the buffer calls a value that some stages can't compute"),
     (lambda: Words("residual, recomputed"), "calls a layer in torch.utils.checkpoint, .*: pass recompute= to prepare"),
     (lambda: Words("a hole"), r"layers holds \['0', '1', '2', '3'\]: name 4 layers from 0 on, none of them None"),
     (lambda: Words("reentrant"), "pass recompute= to prepare"), (lambda: Words("raw"), "scale is a parameter"),
@@ -240,6 +244,7 @@ def test_what_the_forward_does_between_layers_is_done_on_the_layers_stage(monkey
     assert alone(Words("", Within))[0](ids).grad_fn is not None
     first, second = alone(Words("reads a table"))
     assert ["position.weight" in dict(stage.named_parameters()) for stage in (first, second)] == [True, False]
+    assert len(alone(Words("counts in place"))) == 2  # each rank has its own buffer
     assert len(alone(Words("at most six tokens"), example=torch.zeros(1, 6, dtype=torch.long))) == 2
     (model := Words("counts")).layers[1].eval()
     modes = [module.training for module in model.modules()]
@@ -323,6 +328,9 @@ def test_a_table_may_be_tied_between_the_outer_ranks_or_on_one():
     assert first.table.weight is last.table.weight is last.head.weight
     assert mp.sharding.shardings(first)["table.weight"].partial == ()  # this process has no ends
     assert [len(alone(Tied(), schedule=name)) for name in ("zbv", "interleaved")] == [4, 4]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
+    config = hf.LlamaConfig(**SMALL, **WIDE, rope_scaling=rope, max_position_embeddings=32)
+    assert len(alone(hf.LlamaForCausalLM(config), schedule="zbv")) == 4  # forward assigns a buffer the value it had
     with pytest.raises(
         ValueError, match="changes the buffer calls beside the layers, and each of the 4 stages on 2 ranks"
     ):
