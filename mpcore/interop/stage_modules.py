@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -155,26 +156,25 @@ class Stage(nn.Module):
         if sequence is None and "use_cache" in self.options and _restart(positions, arguments):
             check_cache(self)
         args, arguments, boundary, (first, last) = (x,), {**self.options, **arguments}, self.boundary, self.ends
-        hooks: list[Any] = []
+        hooks = ExitStack()  # a block of `with`: torch.compile takes the hooks of a layer for fixed elsewhere
         if first:
             ids = x.new_zeros((), dtype=torch.long).expand(x.shape[0], x.shape[1] * tokens_split(self))
             args = (ids if boundary.checking > 1 and sequence is None else ids.clone(),)
             boundary.received = x
         if first and boundary.sends_inputs:  # before the hooks of data parallelism: it needs forward's own tensor
             hook = self.get_submodule(first).register_forward_pre_hook
-            hooks.append(hook(boundary.write_input, prepend=True, with_kwargs=True))
+            hooks.enter_context(hook(boundary.write_input, prepend=True, with_kwargs=True))
         if last and not boundary.sends_inputs:  # after all hooks: it sees what forward sees
-            hooks.append(self.get_submodule(last).register_forward_hook(boundary.keep_output))
+            hooks.enter_context(self.get_submodule(last).register_forward_hook(boundary.keep_output))
         out: Any = None
         try:
-            if sequence is not None:
-                args, arguments = sequence(self, args, arguments)
-            out = super().forward(*args, **arguments)
+            with hooks:
+                if sequence is not None:
+                    args, arguments = sequence(self, args, arguments)
+                out = super().forward(*args, **arguments)
         except EndOfStageError:
             pass
         finally:
-            for hook in hooks:
-                hook.remove()
             used, sent, changed = boundary.used, boundary.sent, any(x._version != at for x, at in boundary.versions)
             boundary.clear()
         if (first and not used) or (last and sent is None):
