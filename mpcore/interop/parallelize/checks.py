@@ -155,8 +155,9 @@ def check_head_counts(model: nn.Module, styles: list[Target], tp: Axis) -> None:
             if type(value) is int and HEADS.fullmatch(attribute) and attribute not in told.get(id(owner), ()):
                 raise ValueError(
                     f"{attention or 'the model itself'}.{attribute} is {value} on each of {tp.size} ranks, and the "
-                    f"plan shards {name}. Divide it by tp: add {attention!r}: LocalSizes(({attribute!r},)) to the "
-                    f"plan; or keep it, where it counts no sharded heads: LocalSizes((), kept=({attribute!r},))"
+                    f"plan shards {name}. Divide it by tp: add {re.sub('[0-9]+', '*', attention)!r}: "
+                    f"mpcore.interop.parallelize.LocalSizes(({attribute!r},)) to the plan; or keep it, where it "
+                    f"counts no sharded heads: LocalSizes((), kept=({attribute!r},))"
                 )
 
 
