@@ -39,7 +39,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     """
     args = _parse(arguments)
     if mesh.cp.size > 1:
-        raise ValueError(f"models of transformers don't shard sequences, and cp is {mesh.cp.size}: take cp 1")
+        raise ValueError(f"--hf doesn't count sequences that are sharded over cp, and cp is {mesh.cp.size}: take cp 1")
     if args.micro_batch < 1 or args.seq_len < 1:
         raise ValueError(f"--micro-batch {args.micro_batch} and --seq-len {args.seq_len} must be at least 1")
     step = args.micro_batch * mesh.dp.size
