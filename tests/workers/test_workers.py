@@ -244,12 +244,20 @@ def test_a_slow_worker_holds_up_nobody(tmp_path):
 
 def test_a_slow_worker_trains_fewer_steps(tmp_path):
     """A tenth of a phase at first, then as many as it can in the time of the fastest one's; phases are equally long."""
-    options = {"wait": "quorum:2", "dynamic": True, "until": 64, "every": 20}
-    first = Worker(folder=tmp_path, seconds=0.01, **options)
-    finish(first, Worker([first.address], 0.04, **options))
-    sizes = {(e["worker"], e["phase"]): e["steps"] for line in check(tmp_path, 64) for e in line.get("updates", ())}
-    sizes = {each: last - first for each, (first, last) in sizes.items()}
-    assert [sizes[worker, phase] for worker in (0, 1) for phase in range(4)] == [2, 16, 16, 16, 2, 4, 4, 4]
+    said = {"listen": "127.0.0.1:0", "token": TOKEN, "rule": Nesterov(), "until": 64, "about": ABOUT, "anchor": ANCHOR}
+    said["options"] = Options(wait="quorum:2", dynamic=True, every=20)
+    first = start(folder=tmp_path, **said)
+    peers, sizes, state = [first, start(join=[first.node.address], **said)], [], {}
+    for count in range(5):
+        phases = [next(filter(None, iter(peer.take, 0))) for peer in peers]  # both, before either hands in
+        sizes.append([phase.last - phase.first for phase in phases])
+        for i, phase in enumerate(phases if count < 4 else ()):
+            update = trained(state, i, phase.anchor, phase.first, phase.last, phase.first)
+            peers[i].hand_in(update, seconds=(0.01, 0.04)[i])
+    for peer in reversed(peers):  # the leader last
+        peer.leave()
+    assert sizes == [[2, 2], [16, 4], [16, 4], [16, 4], [0, 0]]
+    check(tmp_path, 64)
 
 
 def wait_for(condition, limit=20.0):
