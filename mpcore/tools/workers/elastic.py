@@ -291,7 +291,8 @@ class ElasticWorker:
 
 
 def _less(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(a == b, 0.0, a - b)  # a mask keeps its infinities
+    same = (a == b) | (a.isnan() & b.isnan())  # a mask keeps its infinities, a buffer that nobody set its NaN
+    return torch.where(same, 0.0, a - b)
 
 
 def near(address: str) -> str:
