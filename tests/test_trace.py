@@ -247,8 +247,12 @@ def test_progress_keeps_the_watchdog_quiet(ranks):
             Watchdog(Mesh(), **wrong)
 
 
-def test_a_hang_ends_also_where_its_log_cannot_be_written(monkeypatch):
+@pytest.mark.parametrize(("options", "words"), [
+    ({"folder": "/dev/null/no"}, "NOT WRITTEN: the log of rank 0"), ({"model": "none"}, "the report of it failed"),
+])  # fmt: skip
+def test_a_hang_ends_with_a_reason_also_where_its_log_cannot_be_written(monkeypatch, caplog, options, words):
     left = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda status: left.set())
-    with Watchdog(Mesh(), timeout=0.1, folder="/dev/null/no"):
+    with Watchdog(Mesh(), timeout=0.1, **options):
         assert left.wait(10)
+    assert words in caplog.text

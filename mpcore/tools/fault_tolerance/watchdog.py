@@ -87,7 +87,9 @@ class Watchdog:
             if time.monotonic() - self.last > self.timeout:
                 try:
                     self._report()
-                finally:  # whatever is wrong with the report
+                except Exception:  # end the process all the same
+                    log.exception("no progress for %g s, and the report of it failed", self.timeout)
+                finally:
                     os._exit(EXIT_CODE)
 
     def _report(self) -> None:
