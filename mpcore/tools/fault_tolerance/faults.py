@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from mpcore.mesh.agreement import exchange
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.replicas import compare_replicas
 from mpcore.tools.fault_tolerance.spikes import Skips, Spikes
@@ -21,7 +22,7 @@ class Faults:
     """Runs the detectors of faults after each step.
 
     Args:
-        records: the records of the steps before the one that this run begins with.
+        records: on rank 0, the records of the steps before the one that this run begins with.
         out: the folder for the list of skipped steps.
         max_skips: the most steps in a row that may be skipped.
         check_replicas, check_speed: steps between two comparisons of replicas, and of the ranks' speed; 0: never.
@@ -39,6 +40,7 @@ class Faults:
             self.skips.row = self.skips.row + 1 if None in (entry["loss"], entry.get("grad_norm", 0.0)) else 0
             if entry["loss"] is not None:
                 self.spikes.score(entry["loss"])
+        self.skips.row = exchange(None, self.skips.row, mesh.world.group, lambda rows: rows[0])  # all ranks raise
 
     def after(self, entry: dict[str, Any], samples: range, run: Run, stragglers: Stragglers) -> list[str]:
         """Check a step.
