@@ -444,6 +444,8 @@ def test_parameters_that_join_later_are_stepped_and_merged():
     inner = torch.optim.SGD(models[1][0].parameters(), lr=0.1)
     late = models[1].pop(1)
     optimizer = DiLoCo(inner, models[1], Mesh(), every=1, lr=1.0, momentum=0.0)
+    with pytest.raises(ValueError, match="is none of the model's"):
+        optimizer.add_param_group({"params": late.parameters()})  # nothing is added
     optimizer.add_param_group({"params": list(models[1].append(late)[1].parameters())})
     for step in (1, 2):
         for model, each in zip(models, (plain, optimizer), strict=True):

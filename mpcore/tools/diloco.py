@@ -165,9 +165,17 @@ class DiLoCo(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the inner optimizer, of parameters that the model may have got since."""
+        """Add a parameter group to the inner optimizer, of parameters that the model may have got since.
+
+        Raises:
+            ValueError: if one of them is none of the model's. Nothing is added then.
+        """
         self.optimizer.add_param_group(param_group)
-        self._find_parameters()
+        try:
+            self._find_parameters()
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Return `{"inner": .., "outer": ..}`: the state dicts of the inner optimizer and of the outer step."""
