@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.pretrain import Trainer, parse
-from mpcore import AdamW, ColumnParallelLinear, Mesh, full_state_dict, parallelize, shard_sequence
+from mpcore import AdamW, ColumnParallelLinear, Mesh, decay_groups, full_state_dict, parallelize, shard_sequence
 from mpcore import vocab_parallel_cross_entropy as cross_entropy
 from mpcore.checkpoint import diff, inspect, latest, load, save, save_async, step_path, tensor_file, verify
 from mpcore.checkpoint.format import MANIFEST, read_manifest, tiles
@@ -596,16 +596,17 @@ def test_settings_and_states_of_another_kind_of_optimizer_are_refused(tmp_path):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_moments_are_loaded_in_the_dtype_that_the_optimizer_keeps(tmp_path, dtype):
     model, want = ColumnParallelLinear(4, 4, bias=False), dtype or torch.float32
-    first = AdamW(model, state_dtype=torch.float32 if dtype else torch.bfloat16)
-    model(torch.ones(1, 4)).sum().backward()
+    model.scale = nn.Parameter(torch.ones((), dtype=torch.bfloat16))  # a tensor without axes
+    first = AdamW(model, state_dtype=torch.float32 if dtype else torch.bfloat16, masters=False)
+    (model(torch.ones(1, 4)) * model.scale).sum().backward()
     first.step()
     save(tmp_path / "step", model, first, mesh=Mesh(), step=1)
-    second = AdamW(model, state_dtype=dtype)
+    second = AdamW(model, state_dtype=dtype, masters=False)
     load(tmp_path / "step", model, second, mesh=Mesh())
     for p, state in first.state.items():
         for slot in ("exp_avg", "exp_avg_sq"):
             same_bits({slot: second.state[p][slot]}, {slot: state[slot].to(want)})
-    third = torch.optim.AdamW(model.parameters(), fused=True)  # whose step takes the dtype of the parameters alone
+    third = torch.optim.AdamW(decay_groups(model, 0.1), fused=True)  # whose step takes the parameters' dtype alone
     load(tmp_path / "step", model, third, mesh=Mesh())
     third.step()
 

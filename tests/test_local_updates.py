@@ -436,6 +436,21 @@ def test_any_optimizer_and_torchs_schedules_work_with_it():
     assert {"momentum_buffer", "outer_anchor"} <= optimizer.state[model[0].weight].keys()
 
 
+def test_torchs_optimizer_gets_moments_in_its_dtype_and_outer_state_as_it_was(tmp_path):
+    on = build_mesh(worlds=1)
+    model = ColumnParallelLinear(4, 4, bias=False, dtype=torch.bfloat16)
+    for step, inner in enumerate((AdamW(model), torch.optim.AdamW(model.parameters()))):
+        optimizer = DiLoCo(inner, model, on, every=2)
+        if step:
+            load(tmp_path / "0", model, optimizer, mesh=on, cast=True)
+        model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        save(tmp_path / f"{step}", model, optimizer, mesh=on, step=step)
+    without = torch.optim.AdamW(model.parameters())
+    load(tmp_path / "1", model, without, mesh=on)
+    assert all(without.state[p]["outer_anchor"].dtype == torch.float32 for p in model.parameters())
+
+
 def test_parameters_that_join_later_are_stepped_and_merged():
     """One worker whose outer step takes all: as the inner optimizer alone."""
     models = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).double() for _ in range(2)]

@@ -28,6 +28,7 @@ from mpcore.sharding.state_dict import all_names
 _MOST_TOLD = 20
 _OF_METHODS = {"betas", "momentum", "momentum_decay", "rho", "alpha", "etas", "lambd", "lr_decay", "beta2_decay"}
 _RULES = {"amsgrad", "maximize"}  # an optimizer that has no such option doesn't follow it
+_SCALARS = {"step", "eta", "mu", "mu_product"}  # in torch's optimizers, also of a tensor
 _HOW = {"foreach", "fused", "capturable"}  # how a step is computed here, which changes no rule
 
 
@@ -200,8 +201,9 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
         entry = manifest.tensors.get(f"model/{name}")
         return group_of.get(name, -1), entry.dtype if entry else ""
 
-    of_torch = type(optimizer).__module__.startswith("torch.optim.")  # its state has the dtype of the parameter
-    dtype_of = getattr(optimizer, "slot_dtype", lambda p, _: p.dtype if of_torch else None)  # None: as it was saved
+    inner = vars(optimizer).get("optimizer", optimizer)
+    of_torch = type(inner).__module__.startswith("torch.optim.")  # its state has the dtype of the parameter
+    dtype_of = getattr(inner, "slot_dtype", lambda p, _: p.dtype if of_torch else None)  # None: as it was saved
     used: dict[tuple[int, str], set[str]] = {}
     for name, of in slots.items():
         used.setdefault(alike(name), set()).update(of)
@@ -215,8 +217,9 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
         stepped = any(not slot.startswith("outer_") for slot in of)  # else a merge alone moved it
         plan.missing += [f"optimizer/{slot}/{name}" for slot in sorted(needed - of.keys()) if stepped]
         for slot, entry in of.items():
-            dtype = (dtype_of(parameter, slot) if entry.shape else None) or DTYPES[entry.dtype]
-            if entry.shape or (slot != "step" and not sharding.shape):
+            dtype = DTYPES[entry.dtype]
+            if entry.shape or not (slot in _SCALARS or sharding.shape):
+                dtype = (None if slot.startswith("outer_") else dtype_of(parameter, slot)) or dtype
                 value = _slot_like(optimizer.state.get(parameter, {}).get(slot), parameter, dtype)
             else:  # a scalar: the step count is on the CPU unless a fused or capturable optimizer reads it, as in torch
                 host = slot == "step" and not fused[parameter]
