@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = {
-    "core": 26_091,
+    "core": 26_094,
     "interop": 8_182,
     "experimental": 2_537,
-    "tools": 14_735,
+    "tools": 14_748,
     "examples": 5_083,
     "bench": 3_866,
-    "tests": 49_262,
+    "tests": 49_297,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 
