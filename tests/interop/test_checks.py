@@ -60,7 +60,7 @@ def test_a_number_of_heads_must_be_divided_or_kept():
     for name, value in (("head_dim", 4), ("headway", 4), ("num_heads", 4.0), ("num_heads", True), ("forehead", 3)):
         check(Model(**{name: value}), PLAN)
     lone = Part(num_heads=2)
-    with pytest.raises(ValueError, match="^the model itself.num_heads is 2 .* add '': .*LocalSizes.*'num_heads',"):
+    with pytest.raises(ValueError, match=r"^the model itself.num_heads is 2 .* add '': .*LocalSizes.*num_heads"):
         check(lone, {"q": "colwise", "o": "rowwise"})
 
 
