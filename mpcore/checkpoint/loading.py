@@ -230,7 +230,7 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def _plan_options(plan: _Plan, optimizer: torch.optim.Optimizer, lies: list[list[int]]) -> list[str]:
-    """Plan the options of the optimizer's groups, of which all ranks hold parameters, and return the problems."""
+    """Plan the options of each group from the group of the checkpoint where it lies on all ranks; return problems."""
     saved, problems = plan.files.manifest.optimizer or [], list[str]()
     for i, group in enumerate(plan.groups):
         found = [at for at in lies[i] if at >= 0] or ([] if lies[i] else [i])

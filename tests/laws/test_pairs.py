@@ -10,14 +10,14 @@ import itertools
 import math
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import mpcore as mp
 from mpcore.experimental import QKClip
@@ -51,11 +51,10 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
-def groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+def groups(parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
     """Parameter groups: vectors don't decay."""
-    listed = [*parameters]
-    matrices, others = ([p for p in listed if (p.dim() > 1) == wide] for wide in (True, False))
-    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    vectors = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
+    return [{"params": [p for p in parameters if p.dim() > 1]}, vectors]
 
 
 Clip = Callable[[Mapping[str, Tensor], Tensor], dict[str, Tensor]]
@@ -73,7 +72,7 @@ def plain(case: Case, features: Sequence[Feature], clip: Clip = lambda p, x: {})
     trained = {name: p for name, p in params.items() if p.requires_grad}
     most = sum(each.max_norm for each in features) or math.inf
     make = next((each.optimizer for each in features if each.optimizer), partial(torch.optim.AdamW, **RULE))
-    optimizer = make(groups(trained.values()))
+    optimizer = make(groups([*trained.values()]))
     x, steps = draw("x", B, T, D), []
     for step in range(STEPS):
         read = params | tied
@@ -106,15 +105,11 @@ def plain(case: Case, features: Sequence[Feature], clip: Clip = lambda p, x: {})
 def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int, folder: str) -> dict[str, Any]:
     """Train the layer on a mesh with these features."""
     on = {name: value for feature in features for name, value in feature.on.items()}
+    own = [each.optimizer for each in features if each.optimizer]
     of_run, prepare, most = {"data": mp.Zero(0)}, mp.prepare, sum(each.max_norm for each in features)
     for feature in features:
         mesh, of_run = feature.of_mesh(mesh), of_run | feature.of_run
         prepare = prepare if feature.prepare is mp.prepare else feature.prepare
-
-    make = next((each.optimizer for each in features if each.optimizer), None)
-
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return mp.AdamW(model, **RULE) if make is None else make(groups(model.parameters()))
 
     def start(values: str = "") -> mp.Run:
         model = Block(case, mesh, on.get("sequence_parallel", False))
@@ -126,7 +121,8 @@ def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int, 
         mp.load_full_state_dict(model, {name: draw(values + same[name], *shape) for name, shape in shapes.items()})
         return prepare(
             model, mesh, blocks=[model.layer], initialize=False, loss=squares,
-            optimizer=optimizer, **{"micro_batches": case.stages} | of_run,
+            optimizer=lambda m: own[0](groups([*m.parameters()])) if own else mp.AdamW(m, **RULE),
+            **{"micro_batches": case.stages} | of_run,
         )  # fmt: skip
 
     run, x, target, steps = start(), draw("x", B, T, D), draw("target", B, T, width), []
@@ -230,66 +226,70 @@ def check(case: str, under: Sequence[tuple[str, ...]]) -> None:
         found = outcome(names, CASES[case])
         if found != expected(names, CASES[case]):
             why = f" ({REASONS[-1]})" if found == IS_REFUSED else ""
-            of_two = itertools.combinations(names, 2) if len(names) > 2 else ()
-            fail = [" x ".join(pair) for pair in of_two if outcome(pair, CASES[case]) != EQUAL]
-            why += f"; of its pairs {', '.join(fail) or 'none'}" if len(names) > 2 else ""
+            if len(names) > 2:
+                fail = [two for two in itertools.combinations(names, 2) if outcome(two, CASES[case]) != EQUAL]
+                why += f"; of its pairs {', '.join(map(' x '.join, fail)) or 'none'}"
             wrong.append(f"{' x '.join(names) or 'alone'}: {found}{why}")
     assert not wrong, f"{case}, {len(wrong)} of {len(under)} sets of features:\n" + "\n".join(wrong)
 
 
-SIZE = {False: 4, True: 8}  # of a group: four take the least time a feature, eight the least time a pair
 Pair = frozenset[str]
+PAIRS = {Pair(names) for names in pairs() if len(names) == 2 and "compile" not in names}  # it takes a second
 
 
 def grow(group: tuple[str, ...], of: Sequence[str], size: int, equal: set[Pair], left: set[Pair]) -> tuple[str, ...]:
     """Add features to a group of which each two are equal, first that with the most pairs that are left."""
-    while len(group) < size:
+    for _ in range(size - len(group)):
         fit = [name for name in of if name not in group and all(Pair((name, each)) in equal for each in group)]
-        if not fit:
-            break
-        group += (max(fit, key=lambda name: sum(Pair((name, each)) in left for each in group)),)
+        group += tuple(sorted(fit, key=lambda name: -sum(Pair((name, each)) in left for each in group))[:1])
     return group
 
 
-@cache
-def cover(every: bool) -> dict[str, list[tuple[str, ...]]]:
-    """Return the sets of features of each case: none, what it refuses, and groups of which each two are equal.
+def combinable(name: str) -> tuple[list[str], set[Pair]]:
+    """Return the features that a case has in groups, shuffled, and those pairs of them that are equal."""
+    names = [each for each in FEATURES if each not in (*CASES[name].refuses, "compile")]
+    equal = {pair for pair in PAIRS if pair <= {*names} and expected([*pair], CASES[name]) == EQUAL}
+    random.Random(name).shuffle(names)
+    return names, equal
 
-    One run of a group stands for all its pairs. Each case has each feature, with `every` each pair; all cases together
-    have each pair. Compiling takes a second, and is alone.
-    """
-    both = {Pair(names) for names in pairs() if len(names) == 2 and "compile" not in names}
-    compiled = [names for names in pairs() if len(names) == 2 and "compile" in names]
-    left, found = set(both), {}
-    for name, case in CASES.items():
-        left = set(both) if every else left
-        rest = [each for each in FEATURES if each not in (*case.refuses, "compile")]
-        equal = {pair for pair in both if pair <= {*rest} and expected([*pair], case) == EQUAL}
-        random.Random(name).shuffle(rest)
-        found[name] = [(), *((each,) for each in case.refuses)]
-        found[name] += [("compile",)] if every or name in COMPILED else []
-        while left & equal if every else rest:
-            begin = min(map(sorted, left & equal)) if every else rest[:1]
-            group = grow(tuple(begin), rest, SIZE[every], equal, left)
-            found[name].append(group)
+
+@cache
+def cover() -> dict[str, list[tuple[str, ...]]]:
+    """Return groups of four for each case: each case has each feature, and all together have each pair."""
+    left, found = set(PAIRS), {}
+    for name in CASES:
+        rest, equal = combinable(name)
+        found[name] = [(), *((each,) for each in CASES[name].refuses), *([("compile",)] if name in COMPILED else [])]
+        while rest:
+            found[name].append(group := grow((rest[0],), rest, 4, equal, left))  # four take the least time a feature
             left -= {Pair(pair) for pair in itertools.combinations(group, 2)}
-            rest = rest if every else [each for each in rest if each not in group]
-        if every:
-            found[name] += [*map(tuple, sorted(map(sorted, left))), *(compiled if name in ("row", "block") else [])]
-    for at, pair in enumerate([] if every else sorted(map(sorted, left))):
+            rest = [each for each in rest if each not in group]
+    for at, pair in enumerate(sorted(map(sorted, left))):
         found[("row", "block")[at % 2]].append(tuple(pair))
     return found
 
 
+def cover_all(name: str) -> list[tuple[str, ...]]:
+    """Return groups of eight that hold all pairs of a case that are equal, and the pairs that it refuses."""
+    left, found = set(PAIRS), [(), ("compile",), *((each,) for each in CASES[name].refuses)]
+    names, equal = combinable(name)
+    while left & equal:
+        begin = tuple(min(map(sorted, left & equal)))
+        found.append(group := grow(begin, names, 8, equal, left))  # eight take the least time a pair
+        left -= {Pair(pair) for pair in itertools.combinations(group, 2)}
+    compiled = [names for names in pairs() if len(names) == 2 and "compile" in names]
+    return [*found, *map(tuple, sorted(map(sorted, left))), *(compiled if name in ("row", "block") else [])]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_layer_under_pairs_of_features_equals_plain_torch_or_is_refused(case):
-    check(case, cover(False)[case])
+    check(case, cover()[case])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_all_pairs_of_every_layer_equal_plain_torch_or_are_refused(case):
-    check(case, cover(True)[case])
+    check(case, cover_all(case))
 
 
 @pytest.mark.parametrize("zero", ["ZeRO-1", "ZeRO-3"])

@@ -41,7 +41,7 @@ class RunTensors:
 
     Attributes:
         shapes: shape and dtype of each tensor of the unsharded model.
-        averaged: the names of those that aren't trained.
+        averaged: the names of the tensors that no worker trains: an outer step takes their mean.
     """
 
     def __init__(self, run: Run, everywhere: bool = False) -> None:

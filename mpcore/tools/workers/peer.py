@@ -377,7 +377,7 @@ def start(
         about: what must be the same in all workers, by name.
         defaults: the settings in `about` of a run whose journal lacks them.
         anchor: this worker's parameters, by logical name, on the CPU.
-        averaged: the names of those that aren't trained: an outer step averages them.
+        averaged: the names of the tensors that no worker trains: an outer step takes their mean.
         join: addresses of workers of the run.
         folder: for the journal. None: none.
 
