@@ -23,6 +23,11 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """What a module draws as it is imported doesn't depend on the modules before it."""
+    torch.manual_seed(1)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--simulate", action="store_true", help="ranks are threads of this process, not a pool's")
 
