@@ -22,16 +22,12 @@ from mpcore.parallel.data import shard_data_parallel
 from mpcore.sharding import shardings
 from mpcore.sharding.declarations import add_partial
 from mpcore.sharding.declare import Shard, cut
-from tests.equality import close, same_model
+from tests.equality import close, draw, same_model
 from tests.layers.test_block import Model
 from tests.pool import mesh, on_ranks
 from tests.quick import some
 
 NORMS = [1, 2, math.inf]
-
-
-def draw(seed, *shape, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 class Kinds(ParallelModule):
@@ -83,9 +79,12 @@ def cut_in(bucket=of_gradients.BUCKET, alone=overlap.ALONE):
         yield sent
 
 
-def check_kinds(dtype, cuts):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@on_ranks(4)
+def test_what_is_declared_pending_is_summed_and_nothing_else(dtype):
     tp = mesh(tp=4).tp
-    for options in cuts:
+    more = [{"bucket": bucket} for bucket in (1, 9, 16)]  # ranks hold unlike numbers of replicas
+    for options in ({}, {"alone": 1}, *(more if dtype == torch.float64 else ())):
         model = Kinds(tp, dtype)
         want = give_gradients(model, tp)
         with cut_in(**options) as sent:
@@ -101,12 +100,6 @@ def check_kinds(dtype, cuts):
                 assert torch.equal(got, expected.to(wide).to(dtype)), name
             else:
                 close(got.double(), expected, name, 1e-12 if dtype == torch.float64 else 1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_what_is_declared_pending_is_summed_and_nothing_else(ranks, dtype):
-    more = [{"bucket": bucket} for bucket in (1, 9, 16)]  # ranks hold unlike numbers of replicas
-    ranks(4, check_kinds, dtype, [{}, {"alone": 1}, *(more if dtype == torch.float64 else ())])
 
 
 @on_ranks(4)

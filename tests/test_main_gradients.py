@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpcore import (
@@ -33,10 +32,10 @@ from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.offload import offload_optimizer
 from mpcore.sharding import shardings
 from mpcore.sharding.state_dict import full_tensor
-from tests.equality import close, full_gradients
+from tests.calls import Calls
+from tests.equality import close, draw, full_gradients
 from tests.layers.test_block import Model
 from tests.pool import mesh, on_ranks
-from tests.test_gradients import draw
 
 
 def full_main_gradients(model):
@@ -131,29 +130,16 @@ def test_the_product_of_half_precision_is_not_rounded():
     simulate(check_gathered_product, tp=2)
 
 
-class Made(TorchDispatchMode):
-    """Dtype and shape of each tensor that an operator makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        out = op(*args, **kwargs or {})
-        if isinstance(out, torch.Tensor) and not any(out is given for given in (*args, *(kwargs or {}).values())):
-            self.found.append((out.dtype, tuple(out.shape)))
-        return out
-
-
 def test_on_a_gpu_the_product_of_half_precision_adds_by_itself():
     with fake_tensors(stands_for_gpu=True):
         layer = main_gradients(ColumnParallelLinear(6, 5, dtype=torch.bfloat16))
         y = layer(torch.empty(7, 6, dtype=torch.bfloat16))
-        with Made() as made, FlopCounterMode(display=False) as counter:
+        with Calls() as calls, FlopCounterMode(display=False) as counter:
             y.backward(torch.empty_like(y))
     assert counter.get_total_flops() == 2 * 7 * 6 * 5
     assert layer.weight.grad_added_to_main_grad
-    assert (torch.float32, (5, 6)) not in made.found
+    made = [out for _, args, out in calls.found if not any(out is given for given in args)]
+    assert not any(isinstance(x, torch.Tensor) and (x.dtype, x.shape) == (torch.float32, (5, 6)) for x in made)
 
 
 def check_gathered_product(on):
@@ -198,6 +184,3 @@ def test_main_gradients_under_data_parallelism():
     same(torch.full((1, 4), 1.0 + m.data.rank)).sum().backward()
     reduce_gradients(same)
     assert torch.equal(gradient_of(same.weight), torch.full((4, 4), 3.0))
-    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=m.data.group)
-    with pytest.raises(ValueError, match="DistributedDataParallel sums no main gradients"):
-        main_gradients(wrapped)

@@ -1,20 +1,16 @@
 """The layers under torch.compile, under autocast and from the meta device; first parameters; collectives, counted."""
 
 import itertools
-from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpcore import (
     Axis,
     ColumnParallelLinear,
     MultiLatentAttention,
-    ParallelAttention,
-    ParallelMLP,
     RMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
@@ -26,7 +22,8 @@ from mpcore import (
 from mpcore import collectives as c
 from mpcore.gradients import reduce_gradients
 from mpcore.layers import materialize
-from tests.equality import close, draw, draw_ids, full_gradients
+from tests.calls import Calls
+from tests.equality import close, draw, draw_ids, full_gradients, tp_axis
 from tests.layers.test_block import Model, build_block
 from tests.pool import mesh, on_ranks
 from tests.quick import some
@@ -34,8 +31,8 @@ from tests.quick import some
 B, T, D, V = 2, 12, 8, 21
 
 
-@pytest.mark.parametrize(("what", "sequence"), some(  # a block has attention
-    ("block", 1), of=[("regather", 1), *itertools.product(("mlp", "attention", "latent", "block"), (None, 1))],
+@pytest.mark.parametrize(("what", "sequence"), some(
+    ("block", 1), of=[("regather", 1), *itertools.product(("latent", "block"), (None, 1))],
 ))  # fmt: skip
 @on_ranks(2)
 def test_layers_compile_to_one_graph_equal_to_eager(what, sequence):
@@ -43,17 +40,13 @@ def test_layers_compile_to_one_graph_equal_to_eager(what, sequence):
     tp = mesh(tp=2).tp
     sp = {"tp": tp, "sequence_parallel": sequence is not None, "sequence_dim": 1 if sequence is None else sequence}
     shape = (B, T, D) if sequence is None else (B, T // 2, D)
-    if what == "mlp":
-        model = ParallelMLP(D, 10, **sp).double()
-    elif what == "regather":
+    if what == "regather":
         up = ColumnParallelLinear(D, 10, regather=True, **sp)
         model = nn.Sequential(up, nn.Tanh(), RowParallelLinear(10, D, **sp)).double()
-    elif what == "attention":
-        model = ParallelAttention(D, 6, 2, 4, rope=RotaryEmbedding(4), qk_norm=True, **sp).double()
     elif what == "latent":
         narrow = {"kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 3, "q_lora_rank": 5}
         model = MultiLatentAttention(D, 5, **narrow, rope=RotaryEmbedding(4), **sp).double()
-    elif what == "block":
+    else:
         model = materialize(build_block(dropout=0.2, sequence=sequence, tp=tp), 3).double()
     torch.compiler.reset()
     results = []
@@ -201,77 +194,55 @@ def refuse(tensor, generator=None):
     raise TypeError("own")
 
 
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that start, whoever starts them."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("_c10d_functional", "c10d", "c10d_functional", "_dtensor"):
-            name = func._schema.name.split("::")[1]
-            if name != "wait_tensor":
-                self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
 REDUCE, GATHER, SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
 
 
 def count_block(kind, sequence, frozen):
-    tp = mesh(tp=2).tp
+    tp = tp_axis()
     block = build_block(kind, sequence=sequence, tp=tp)
     if frozen:
         block.requires_grad_(False)
     x = draw(1, B, T // 2 if sequence else T, D, dtype=torch.float32).requires_grad_()
-    with Collectives() as forward:
+    with Calls(collectives=True) as forward:
         y = block(x)
-    with Collectives() as backward:
+    with Calls(collectives=True) as backward:
         y.sum().backward()
-    with Collectives() as after:
+    with Calls(collectives=True) as after:
         reduce_gradients(block)
-    return dict(forward.counts), dict(backward.counts), dict(after.counts)
+    return forward.counts(), backward.counts(), after.counts()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_block_makes_two_collectives_each_way_and_nothing_else(ranks, kind, frozen):
+@on_ranks(2)
+def test_a_block_makes_two_collectives_each_way_and_nothing_else(kind, frozen):
     pending = {REDUCE: 1} if kind == "llama" and not frozen else {}  # qk-norm
-    for counts in ranks(2, count_block, kind, None, frozen):
-        assert counts == ({REDUCE: 2}, {REDUCE: 2}, pending)
-    pending = {} if frozen else {REDUCE: 1}
-    for counts in ranks(2, count_block, kind, 1, frozen):
-        assert counts == ({GATHER: 2, SCATTER: 2}, {GATHER: 2, SCATTER: 2}, pending)
+    assert count_block(kind, None, frozen) == ({REDUCE: 2}, {REDUCE: 2}, pending)
+    pending, both = {} if frozen else {REDUCE: 1}, {GATHER: 2, SCATTER: 2}
+    assert count_block(kind, 1, frozen) == (both, both, pending)
 
 
-def count_ends():
-    tp = mesh(tp=2).tp
+@on_ranks(2)
+def test_the_loss_makes_one_collective_forward_and_none_backward():
+    tp = tp_axis()
     table, head = VocabParallelEmbedding(V, D, tp=tp), ColumnParallelLinear(D, V, tp=tp)
-    counts = []
-    with Collectives() as embedding:
+    with Calls(collectives=True) as embedding:
         x = table(draw_ids(1, V, B, T))
-    with Collectives() as head_forward:
+    with Calls(collectives=True) as head_forward:
         logits = head(x)
-    with Collectives() as loss_forward:
+    with Calls(collectives=True) as loss_forward:
         loss = vocab_parallel_cross_entropy(
             logits, draw_ids(2, V, B, T), tp=tp, vocab_size=V, label_smoothing=0.1, z_loss=0.1
         )
-    with Collectives() as backward:
+    with Calls(collectives=True) as backward:
         loss.backward()
-    for mode in (embedding, head_forward, loss_forward, backward):
-        counts.append(dict(mode.counts))
-    return counts
-
-
-def test_the_loss_makes_one_collective_forward_and_none_backward(ranks):
-    for counts in ranks(2, count_ends):
-        assert counts == [{REDUCE: 1}, {}, {GATHER: 1}, {REDUCE: 1}]  # backward: the head's input gradient
+    counts = [mode.counts() for mode in (embedding, head_forward, loss_forward, backward)]
+    assert counts == [{REDUCE: 1}, {}, {GATHER: 1}, {REDUCE: 1}]  # backward: the head's input gradient
 
 
 def test_on_one_rank_there_is_no_collective():
     model = Model(sequence=1)
-    with Collectives() as mode:
+    with Calls(collectives=True) as mode:
         model(draw_ids(1, V, B, T), draw_ids(2, V, B, T)).backward()
         reduce_gradients(model)
-    assert not mode.counts
+    assert not mode.found

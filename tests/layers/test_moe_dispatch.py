@@ -18,8 +18,9 @@ from mpcore.layers.moe import experts as moe_module
 from mpcore.layers.moe.bounds import MARGIN, REVIEW
 from mpcore.layers.moe.dispatch import Bound
 from mpcore.parallel import recompute
+from tests.calls import Calls
 from tests.equality import close, draw
-from tests.layers.test_moe import HIDDEN, INPUTS, REAL, WAYS, B, D, E, K, Messages, T, build, check_moe, world
+from tests.layers.test_moe import HIDDEN, INPUTS, REAL, WAYS, B, D, E, K, T, build, check_moe, world
 from tests.pool import mesh, on_ranks
 from tests.quick import some
 
@@ -236,11 +237,13 @@ def test_messages_are_those_of_theory():
         torch.manual_seed(0)  # one router on all ranks
         moe = ParallelMoE(D, HIDDEN, E, top_k=K, capacity_factor=capacity, dispatch=dispatch, ep=m.ep, data=m.data)
         x = draw(8, B, T, D).float().requires_grad_()
-        with Messages() as forward:
+        with Calls(collectives=True) as forward:
             y = moe(x, mask=torch.arange(T).expand(B, T) < REAL)
-        with Messages() as backward:
+        with Calls(collectives=True) as backward:
             y.sum().backward()
-        found[capacity, dispatch] = forward.sent, backward.sent
+        found[capacity, dispatch] = [
+            [(name, args[0].nbytes) for name, args, _ in each.found] for each in (forward, backward)
+        ]
     row = 4 * D
     route = n * 2 * K * 4
     for capacity in (None, 0.75):
