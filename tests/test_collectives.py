@@ -9,7 +9,7 @@ from mpcore import Axis
 from mpcore import collectives as c
 from mpcore.layers.linear_ops import Product
 from mpcore.tools.invariant.sums import tree_sum
-from tests.equality import FEWER_SIZES, close
+from tests.equality import FEWER_SIZES, close, tp_axis
 from tests.pool import mesh, on_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -79,27 +79,23 @@ def per_rank(axis, shape, dtype=torch.float64):
     return [whole(100 + r, shape, dtype) for r in range(axis.size)]
 
 
-def check_all(check):
-    axis = mesh(tp=torch.distributed.get_world_size()).tp
+@on_ranks(*FEWER_SIZES)
+def test_every_function_gives_what_plain_torch_gives_on_the_whole():
+    axis = tp_axis()
     for length, dim in itertools.product(LENGTHS, range(3)):
-        check(axis, length, dim)
-
-
-def check_values(axis, length, dim):
-    """Forward of each function against plain torch on the whole tensors."""
-    shape = [2, 3, 2]
-    shape[dim] = length
-    terms = per_rank(axis, shape)
-    mine, total = terms[axis.rank], sum(terms)
-    full = whole(1, shape)
-    close(c.copy(full, axis), full, "copy")
-    close(c.reduce(mine, axis), total, "reduce")
-    close(c.split(full, axis, dim), shard(full, axis, dim), "split")
-    close(c.gather(shard(full, axis, dim), axis, dim, length), full, "gather")
-    close(c.all_gather(shard(full, axis, dim), axis, dim, length), full, "all_gather")
-    close(c.reduce_scatter(mine, axis, dim), shard(total, axis, dim), "reduce_scatter")
-    other = (dim + 1) % 3
-    close(c.all_to_all(shard(full, axis, dim), axis, other, dim, length), shard(full, axis, other), "all_to_all")
+        shape = [2, 3, 2]
+        shape[dim] = length
+        terms = per_rank(axis, shape)
+        mine, total = terms[axis.rank], sum(terms)
+        full = whole(1, shape)
+        close(c.copy(full, axis), full, "copy")
+        close(c.reduce(mine, axis), total, "reduce")
+        close(c.split(full, axis, dim), shard(full, axis, dim), "split")
+        close(c.gather(shard(full, axis, dim), axis, dim, length), full, "gather")
+        close(c.all_gather(shard(full, axis, dim), axis, dim, length), full, "all_gather")
+        close(c.reduce_scatter(mine, axis, dim), shard(total, axis, dim), "reduce_scatter")
+        other = (dim + 1) % 3
+        close(c.all_to_all(shard(full, axis, dim), axis, other, dim, length), shard(full, axis, other), "all_to_all")
 
 
 def check_adjoint(axis, length, dim):
@@ -136,14 +132,10 @@ def check_adjoint(axis, length, dim):
         close(left, right, f"adjointness of {name}")
 
 
-@pytest.mark.parametrize("size", FEWER_SIZES)
-def test_every_function_gives_what_plain_torch_gives_on_the_whole(ranks, size):
-    ranks(size, check_all, check_values)
-
-
-@pytest.mark.parametrize("size", FEWER_SIZES)
-def test_every_backward_is_the_adjoint_of_its_forward(ranks, size):
-    ranks(size, check_all, check_adjoint)
+@on_ranks(*FEWER_SIZES)
+def test_every_backward_is_the_adjoint_of_its_forward():
+    for length, dim in itertools.product(LENGTHS, range(3)):
+        check_adjoint(tp_axis(), length, dim)
 
 
 @on_ranks(2)
@@ -180,7 +172,8 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-def check_uneven_rows():
+@on_ranks(3)
+def test_rows_are_exchanged():
     """Rank r sends r + s rows to rank s: each arrives, in the order of ranks, and gradients go back."""
     axis = mesh(tp=3).tp
     send, receive = [axis.rank + s for s in range(3)], [r + axis.rank for r in range(3)]
@@ -195,14 +188,10 @@ def check_uneven_rows():
         c.all_to_all_rows(x, axis, [3, 3, 4], receive)
     with pytest.raises(ValueError, match="4 rows are not a multiple of the tp size 3"):
         c.all_to_all_rows(torch.ones(4, 1), axis)
-
-
-def test_rows_are_exchanged(ranks):
     x = torch.ones(4, 1)
     assert c.all_to_all_rows(x, Axis()) is c.all_to_all_rows(x, Axis(), [4], [4]) is x
     with pytest.raises(ValueError, match="x has 4 rows, but 3 are to be sent"):
         c.all_to_all_rows(x, Axis(), [3], [3])
-    ranks(3, check_uneven_rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -270,9 +259,11 @@ def test_size_one_returns_the_input_itself():
         assert f(x, Axis()) is x, name
 
 
-def check_without_gradient(size):
+@on_ranks(1, 2)
+def test_what_has_no_gradient_refuses_an_input_that_needs_one():
     """Right on one rank and cut on two, were it not refused on both."""
-    axis = mesh(tp=size).tp
+    axis = tp_axis()
+    size = axis.size
     plain = {"all_reduce": lambda t: c.all_reduce(t, axis)}
     if size > 1:
         plain["all_reduce"] = lambda t: c.wait(c.start_all_reduce(t, axis))
@@ -288,11 +279,6 @@ def check_without_gradient(size):
             assert torch.equal(f(3 * x), want)
     (dx,) = torch.autograd.grad((c.reduce(3 * c.copy(x, axis), axis) + x).sum(), x)
     assert torch.equal(dx, torch.full_like(x, 3 * size + 1))
-
-
-def test_what_has_no_gradient_refuses_an_input_that_needs_one(ranks):
-    for size in (1, 2):
-        ranks(size, check_without_gradient, size)
 
 
 @on_ranks(2)

@@ -10,36 +10,34 @@ import torch
 from mpcore import AdamW, ColumnParallelLinear
 from mpcore.gradients import grad_norm, main_gradients
 from mpcore.optim import LossScaler
-from tests.pool import mesh
-
-
-def check_poison(sizes, main):
-    """Each rank in turn finds an inf that the others don't see: all skip, and hold the same scale."""
-    on = mesh(**sizes)
-    scaler, decisions = LossScaler(on, growth_interval=3), []
-    for poisoned in range(on.world.size):
-        model = ColumnParallelLinear(3, 4, tp=on.tp)
-        if main:
-            main_gradients(model)
-        (model(torch.ones(2, 3)).sum() * scaler.scale).backward()
-        if on.world.rank == poisoned:
-            (model.weight.main_grad if main else model.weight.grad)[0, 1] = math.inf
-        scaler.unscale(model)
-        mine = all(p.isfinite().all() for p in (model.weight.main_grad if main else model.weight.grad))
-        assert mine == (on.world.rank != poisoned)
-        decisions.append((scaler.update(mine), scaler.scale))
-    return decisions, scaler.state_dict()
+from tests.pool import mesh, on_ranks
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"tp": 2, "pp": 2}], ids=str)
-def test_pitfall_31_one_poisoned_shard_skips_the_step_on_all_ranks(ranks, sizes):
+@on_ranks(4)
+def test_pitfall_31_one_poisoned_shard_skips_the_step_on_all_ranks(sizes):
+    """Each rank in turn finds an inf that the others don't see: all skip, and hold the same scale."""
+    on = mesh(**sizes)
     for main in (False, True):
-        for decisions, state in ranks(4, check_poison, sizes, main):
-            assert decisions == [(False, 2.0**i) for i in (15, 14, 13, 12)]
-            assert state == {"scale": 2.0**12, "good_steps": 0}
+        scaler = LossScaler(on, growth_interval=3)
+        for poisoned in range(on.world.size):
+            model = ColumnParallelLinear(3, 4, tp=on.tp)
+            if main:
+                main_gradients(model)
+            (model(torch.ones(2, 3)).sum() * scaler.scale).backward()
+            if on.world.rank == poisoned:
+                (model.weight.main_grad if main else model.weight.grad)[0, 1] = math.inf
+            scaler.unscale(model)
+            mine = all(p.isfinite().all() for p in (model.weight.main_grad if main else model.weight.grad))
+            assert mine == (on.world.rank != poisoned)
+            assert not scaler.update(mine)
+            assert scaler.scale == 2.0 ** (15 - poisoned)
+        assert scaler.state_dict() == {"scale": 2.0**12, "good_steps": 0}
 
 
-def check_norm(poisoned):
+@pytest.mark.parametrize("poisoned", [1, None])  # ranks 0 and 1 own the gradient; the data ranks hold copies
+@on_ranks(4)
+def test_pitfall_31_the_norm_tells_every_rank(poisoned):
     """As a training step does it: the norm, which is over all ranks, decides."""
     on = mesh(tp=2, dp=2)
     torch.manual_seed(on.tp.rank)
@@ -52,11 +50,6 @@ def check_norm(poisoned):
     scaler.unscale(model)
     if scaler.update(grad_norm(model, on).isfinite()):
         optimizer.step()
-    return scaler.state_dict(), all(map(torch.equal, before, model.parameters()))
-
-
-def test_pitfall_31_the_norm_tells_every_rank(ranks):
-    for poisoned in (1, None):  # rank 0 and 1 own the gradient; the data ranks hold copies
-        for state, same in ranks(4, check_norm, poisoned):
-            assert same == (poisoned is not None)
-            assert (state["scale"], state["good_steps"]) == ((2.0**15, 0) if same else (2.0**16, 1))
+    skipped = poisoned is not None
+    assert all(map(torch.equal, before, model.parameters())) == skipped
+    assert scaler.state_dict() == {"scale": 2.0 ** (16 - skipped), "good_steps": int(not skipped)}

@@ -92,8 +92,10 @@ def test_row_parallel_of_one_token_of_none_of_any_rank_and_frozen():
         check_row(10, True, True, 1, (B, T), frozen=frozen)
 
 
-def check_overlap(size):
+@on_ranks(*FEWER_SIZES)
+def test_overlapped_communication_equals_dense():
     """Uneven shards and lengths, frozen parameters, inputs without a gradient, one token and none."""
+    size = torch.distributed.get_world_size()
     for dim, bias, regather in [(0, True, False), (1, True, True), (1, False, False)]:
         shape = (B * size, T, IN)
         for frozen in [(), ("weight",), ("weight", "bias")] if bias else [()]:
@@ -106,11 +108,6 @@ def check_overlap(size):
     for shape, dim in [((size,), 0), ((0, 2 * size), 1), ((B, 2 * size), 1)]:
         check_row(13, True, True, dim, shape, overlap=True, expanded=True)
         check_column(13, True, True, dim, True, (*shape, IN), overlap=True, expanded=True)
-
-
-@pytest.mark.parametrize("size", FEWER_SIZES)
-def test_overlapped_communication_equals_dense(ranks, size):
-    ranks(size, check_overlap, size)
 
 
 def check_groups(m):
@@ -129,7 +126,8 @@ def in_symmetric_memory(layer, smallest=1):
     return overlap_in_symmetric_memory(layer, layer.tp, "cpu", smallest)
 
 
-def check_symmetric_memory():
+@on_ranks(2)
+def test_operators_on_symmetric_memory_equal_dense_or_are_not_used():
     """Torch's operators compute by gloo here. Without them, or if one is wrong, the ranks agree on the other way."""
     layers = [RowParallelLinear(8, 8, tp=tp_axis()) for _ in range(2)]
     with pytest.warns(UserWarning, match="symmetric memory is not used"):
@@ -147,10 +145,6 @@ def check_symmetric_memory():
                 shape = (4, 4, IN)
                 check_column(13, True, False, dim, dim == 0, shape, frozen=frozen, overlap=in_symmetric_memory)
                 check_row(13, True, True, dim, shape[:-1], frozen=frozen, overlap=in_symmetric_memory)
-
-
-def test_operators_on_symmetric_memory_equal_dense_or_are_not_used(ranks):
-    ranks(2, check_symmetric_memory)
 
 
 @on_ranks(2)
@@ -255,8 +249,13 @@ def test_a_wrong_shape_is_said_with_the_name_of_its_layer():
             model(torch.zeros(2, 5))
 
 
-def check_second_derivative():
+@on_ranks(1, 2)
+def test_second_derivatives_are_right_or_refused():
     tp = tp_axis()
+    if tp.size == 1:
+        x = draw(1, 2, IN).requires_grad_()
+        assert torch.autograd.gradgradcheck(ColumnParallelLinear(IN, 4).double(), (x,))
+        return
     for layer in (
         ColumnParallelLinear(IN, 4, tp=tp).double(),
         ColumnParallelLinear(IN, 4, tp=tp, sequence_parallel=True, sequence_dim=0).double(),
@@ -274,12 +273,6 @@ def check_second_derivative():
         (dx,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
         seconds.append(torch.autograd.grad(dx.pow(2).sum(), x)[0])
     close(seconds[0], seconds[1], "second derivative")
-
-
-def test_second_derivatives_are_right_or_refused(ranks):
-    ranks(2, check_second_derivative)
-    layer = ColumnParallelLinear(IN, 4).double()
-    assert torch.autograd.gradgradcheck(layer, (draw(1, 2, IN).requires_grad_(),))
 
 
 @pytest.mark.parametrize("main", [False, True])

@@ -44,17 +44,11 @@ def test_dense_is_torchs_norm(kind, shape):
         close(results[0][name], want, name)
 
 
-def check_norm(kind, sequence):
-    shape = (B, T, D) if sequence == 1 else (T, B, D)
-    build = partial(KINDS[kind], D, sequence_parallel=True)
-    same_layer(build, shape, split=sequence, gather=(sequence,))
-
-
-@pytest.mark.parametrize("size", FEWER_SIZES)
-def test_pitfall_11_norm_gradients_are_summed_under_sequence_parallel(ranks, size):
-    for kind in ("rms", "layer", "layer without bias"):
-        for sequence in (0, 1):
-            ranks(size, check_norm, kind, sequence)
+@on_ranks(*FEWER_SIZES)
+def test_pitfall_11_norm_gradients_are_summed_under_sequence_parallel():
+    for kind in KINDS.values():
+        for sequence, shape in ((0, (T, B, D)), (1, (B, T, D))):
+            same_layer(partial(kind, D, sequence_parallel=True), shape, split=sequence, gather=(sequence,))
 
 
 @on_ranks(2)
