@@ -1,7 +1,5 @@
 """The transformer block, and a small model of several: sharded equals dense with every part in place."""
 
-import itertools
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +17,7 @@ from mpcore import (
     vocab_parallel_cross_entropy,
 )
 from mpcore.layers import materialize
-from tests.equality import FEWER_SIZES, close, draw, draw_ids, full_gradients, same_model
+from tests.equality import FEWER_SIZES, draw_ids, full_gradients, same_model
 from tests.pool import mesh, on_ranks
 
 B, T, D, V = 2, 12, 8, 21
@@ -69,16 +67,6 @@ class Model(nn.Module):
         return vocab_parallel_cross_entropy(self.head(self.norm(x)), target, tp=self.tp, vocab_size=V, **options)
 
 
-def test_any_piece_can_be_replaced_and_arguments_reach_the_attention():
-    class Scale(nn.Module):
-        def forward(self, x, *, by):
-            return by * x
-
-    block = TransformerBlock(Scale(), nn.Identity(), nn.Identity(), nn.Identity())
-    x = draw(1, B, T, D)
-    close(block(x, by=3.0), 8 * x, "y")
-
-
 def check_model(kind, sequence, tied, dropout, recompute):
     ids, target = draw_ids(1, V, B, T), draw_ids(2, V, B, T)
     target[0, :5] = -100
@@ -96,7 +84,7 @@ def check_model(kind, sequence, tied, dropout, recompute):
 
 @on_ranks(*FEWER_SIZES)
 def test_models_equal_dense_tied_or_not_with_dropout_and_recomputation():
-    for kind, sequence, tied in itertools.product(("llama", "gpt2"), (None, 0, 1), (True, False)):
+    for kind, sequence, tied in (("llama", None, True), ("llama", 0, False), ("gpt2", 0, True), ("gpt2", 1, False)):
         check_model(kind, sequence, tied, 0.2, recompute=tied)
 
 

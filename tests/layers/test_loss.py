@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from mpcore import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from mpcore import collectives as c
+from mpcore.layers import loss as module
 from tests.equality import close, draw_ids, tp_axis
 from tests.layers.test_fused_loss import dense, draw
 from tests.pool import on_ranks
@@ -29,19 +30,26 @@ def compare(full, target, tolerance=1e-12, **options):
     close(ours.grad, theirs.grad, f"gradient {options}", tolerance)
 
 
+@pytest.mark.parametrize("path", ["kernels", "torch"])
 @on_ranks(*SIZES)
-def test_pitfall_05_smoothing_and_z_loss_are_over_the_whole_vocabulary():
+def test_pitfall_05_smoothing_and_z_loss_are_over_the_whole_vocabulary(path):
+    """With every other option, by the kernels' path, on which a CPU takes their references, and by torch's."""
     target = draw_ids(2, 10, B, T)
-    some = target.clone()
-    some[0, :3] = -100
-    other = target.clone()
-    other[1, 2:] = 3
-    for vocab, smoothing, z_loss, reduction in itertools.product(
-        (12, 10), (0.0, 0.1, 0.9), (0.0, 0.01), ("mean", "sum", "none")
-    ):
-        options = {"label_smoothing": smoothing, "z_loss": z_loss, "reduction": reduction}
-        for ids, ignored in ((target, -100), (some, -100), (other, 3)):
+    some, other = target.clone(), target.clone()
+    some[0, :3], other[1, 2:] = -100, 3
+    targets, weight = itertools.cycle([(target, -100), (some, -100), (other, 3)]), draw(6, B, T).abs()
+    chosen = module.runs_triton
+    module.runs_triton = lambda *_: path == "kernels"
+    try:
+        for vocab, smoothing, z_loss, softcap, weighted, reduction in itertools.product(
+            (12, 10), (0.0, 0.1, 0.9), (0.0, 0.01), (0.0, 2.0), (False, True), ("mean", "sum", "none")
+        ):
+            ids, ignored = next(targets)
+            options = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap, "reduction": reduction}
+            options |= {"token_weight": weight.where(ids != ignored, torch.nan)} if weighted else {}
             compare(draw(1, B, T, vocab), ids, ignore_index=ignored, **options)
+    finally:
+        module.runs_triton = chosen
 
 
 @on_ranks(*SIZES)
@@ -135,8 +143,9 @@ def test_pitfall_07_the_mean_is_over_tokens_that_count_and_zero_without_any():
     for reduction in ("mean", "sum", "none"):
         leaf.grad = None
         loss = vocab_parallel_cross_entropy(
-            leaf, torch.full((4,), -100), tp=tp, vocab_size=12, reduction=reduction, label_smoothing=0.1, z_loss=0.1
-        )
+            leaf, torch.full((4,), -100), tp=tp, vocab_size=12, reduction=reduction, label_smoothing=0.1, z_loss=0.1,
+            token_weight=torch.full((4,), torch.nan),
+        )  # fmt: skip
         loss.sum().backward()
         assert not loss.any()
         assert torch.equal(leaf.grad, torch.zeros_like(leaf))
@@ -211,3 +220,6 @@ def test_backward_may_run_twice_over_a_kept_graph():
     (second,) = torch.autograd.grad(loss, logits)
     assert torch.equal(first, kept), "the second backward wrote to the first one's gradient"
     assert torch.equal(second, kept)
+    loss = vocab_parallel_cross_entropy(logits, draw_ids(2, 12, 6), tp=tp, vocab_size=12)
+    with pytest.raises(RuntimeError, match="vocab_parallel_cross_entropy has no second derivative"):
+        torch.autograd.grad(loss, logits, create_graph=True)

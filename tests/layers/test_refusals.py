@@ -109,6 +109,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     *((f"memory_dim 4 has no {name}", lambda how={name: value}: ParallelAttention(8, 4, memory_dim=4, **how))
       for name, value in (("causal", True), ("rope", RotaryEmbedding(2)), ("alibi", True))),
     ("window 2 needs a causal mask", lambda: ParallelAttention(8, 4, memory_dim=4, window=2)),
+    ("impl='triton'", lambda: ParallelAttention(8, 4, impl="triton")(X)),
     *(("goes through torch's attention: leave out impl 'reference'", call) for call in (
         lambda: ParallelAttention(8, 4, alibi=True, impl="reference"),
         lambda: ParallelAttention(8, 4, impl="reference")(X, mask=true(3, 3)))),
