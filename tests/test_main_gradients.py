@@ -45,7 +45,9 @@ def full_main_gradients(model):
     return {name: full_tensor(grad, declared[name]) for name, grad in found.items() if grad is not None}
 
 
-def check_model(sequence, tied):
+@pytest.mark.parametrize(("sequence", "tied"), [(None, True), (1, True), (1, False)])
+@on_ranks(2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4)))
+def test_pitfall_32_main_gradients_are_the_dense_ones_tied_or_not(sequence, tied):
     """Two micro-batches of unequal token counts, then all that reads gradients, against the dense model's `.grad`."""
     m = mesh(tp=torch.distributed.get_world_size())
     torch.manual_seed(2)
@@ -72,12 +74,6 @@ def check_model(sequence, tied):
             close(got, 0.3 * want[name], f"clipped {name}")
         zero_gradients(model.parameters())
         assert all(gradient_of(p) is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
-def test_pitfall_32_main_gradients_are_the_dense_ones_tied_or_not(ranks, size):
-    for sequence, tied in ((None, True), (1, True), (1, False)):
-        ranks(size, check_model, sequence, tied)
 
 
 class Tied(nn.Module):

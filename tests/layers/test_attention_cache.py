@@ -33,7 +33,7 @@ def decode(attention, x, chunks, mask=None, bias=None, **others):
 
 
 @torch.no_grad()
-def check_cache(heads=HEADS, every=OPTIONS):
+def check_cache(heads, every):
     tp = mesh(tp=torch.distributed.get_world_size()).tp
     mask = (draw(3, B, T, T) < 0.5) | torch.eye(T).bool()
     for options in every:
@@ -51,14 +51,13 @@ def check_cache(heads=HEADS, every=OPTIONS):
         assert cache.keys.shape == (B, T, attention.local_kv_heads, K)  # this rank's heads, not repeated
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_chunks_of_any_size_are_the_whole_sequence(ranks, size):
-    ranks(size, check_cache)
-
-
-@pytest.mark.parametrize(("size", "heads"), [(2, (6, 6)), (3, (8, 2)), (4, (6, 2))])
-def test_heads_may_be_uneven_or_shared_by_ranks(ranks, size, heads):
-    ranks(size, check_cache, heads, [{"rope": True}])
+@pytest.mark.parametrize(("size", "heads", "every"), [
+    (1, HEADS, OPTIONS), pytest.param(2, HEADS, OPTIONS, marks=pytest.mark.slow), (3, HEADS, OPTIONS),
+    *((size, heads, [{"rope": True}]) for size, heads in ((2, (6, 6)), (3, (8, 2)), (4, (6, 2)))),
+], ids=lambda x: "" if isinstance(x, list) else str(x))  # fmt: skip
+def test_chunks_of_any_size_are_the_whole_sequence(ranks, size, heads, every):
+    """Also where heads are uneven, or shared by ranks."""
+    ranks(size, check_cache, heads, every)
 
 
 @on_ranks(1, 2)

@@ -42,7 +42,7 @@ def test_pitfall_05_smoothing_and_z_loss_are_over_the_whole_vocabulary(path):
     module.runs_triton = lambda *_: path == "kernels"
     try:
         for vocab, smoothing, z_loss, softcap, weighted, reduction in itertools.product(
-            (12, 10), (0.0, 0.1, 0.9), (0.0, 0.01), (0.0, 2.0), (False, True), ("mean", "sum", "none")
+            (12, 10), (0.0, 0.1), (0.0, 0.01), (0.0, 2.0), (False, True), ("mean", "sum", "none")
         ):
             ids, ignored = next(targets)
             options = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap, "reduction": reduction}
