@@ -9,7 +9,7 @@ from torch import nn
 import mpcore as mp
 from mpcore import Axis, Dropout
 from mpcore.layers import seed_dropout
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 B, T, D = 4, 12, 10
 
@@ -52,33 +52,24 @@ def test_pitfall_19_masks_differ_across_samples_tokens_sites_and_seeds():
     assert torch.equal(here, mask(seeded(3).first, samples, shape)), "the same seed and site again"
 
 
-def check_matrix():
+@on_ranks(4)
+def test_pitfall_19_equality_and_independence_over_the_mesh():
     """What each rank drops: the same on tp, slices of one mask under sequence parallel, other samples on dp."""
     m = mesh(tp=2, dp=2)
     samples = torch.arange(B // 2) + m.dp.rank * (B // 2)
     whole = mask(seeded().first, torch.arange(B))
     mine = whole[samples]
-    replicated = mask(seeded(tp=m.tp).first, samples, (B // 2, T, D))
-    assert torch.equal(replicated, mine)
+    assert torch.equal(mask(seeded(tp=m.tp).first, samples, (B // 2, T, D)), mine)
     cut = slice(m.tp.rank * T // 2, (m.tp.rank + 1) * T // 2)
-    sharded = mask(seeded(tp=m.tp, sequence_parallel=True).first, samples, (B // 2, T // 2, D))
-    assert torch.equal(sharded, mine[:, cut])
+    assert torch.equal(mask(seeded(tp=m.tp, sequence_parallel=True).first, samples, (B // 2, T // 2, D)), mine[:, cut])
     places = torch.arange(1, 2 * T, 2)  # as context parallel deals them out
     longer = mask(seeded().first, samples, (B // 2, 2 * T, D))[:, places]
     placed = seeded(tp=m.tp, sequence_parallel=True).first(torch.ones(B // 2, T // 2, D), samples, places)
     assert torch.equal(placed != 0, longer[:, cut])
     site = seeded(tp=m.tp, sequence_parallel=True, sequence_dim=0).first
     assert torch.equal(mask(site, samples, (T // 2, B // 2, D)), mine[:, cut].transpose(0, 1))
-    return replicated, sharded, m.tp.rank, m.dp.rank
-
-
-def test_pitfall_19_equality_and_independence_over_the_mesh(ranks):
-    results = {(tp, dp): (whole, cut) for whole, cut, tp, dp in ranks(4, check_matrix)}
-    for dp in range(2):
-        assert torch.equal(results[0, dp][0], results[1, dp][0]), "tp ranks agree where the activation is replicated"
-        assert not torch.equal(results[0, dp][1], results[1, dp][1]), "tp ranks differ where it is sharded"
-    for tp in range(2):
-        assert not torch.equal(results[tp, 0][0], results[tp, 1][0]), "dp ranks differ"
+    assert not torch.equal(*whole.chunk(2)), "dp ranks differ"
+    assert not torch.equal(*mine.chunk(2, 1)), "tp ranks differ where the activation is sharded"
 
 
 def test_beside_sequence_parallel_layers_a_dropout_says_which_tokens_it_has():

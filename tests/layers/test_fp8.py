@@ -38,7 +38,7 @@ from mpcore.pipeline.split import backward_inputs, backward_weights
 from mpcore.sharding.declare import cut
 from mpcore.tools.analysis.counts import CommunicationCounter
 from tests.calls import Calls
-from tests.equality import close, draw, same_layer
+from tests.equality import close, draw, same_layer, tp_axis
 from tests.pool import mesh, on_ranks
 from tests.quick import some
 
@@ -213,8 +213,10 @@ def build_block(tp=NONE, sequence=None, regather=False, kv_heads=2):
     return converted(block)
 
 
-def check_block(sequence, regather):
-    tp = mesh(tp=torch.distributed.get_world_size()).tp
+@pytest.mark.parametrize(("sequence", "regather"), some((1, True), (None, False), of=[(1, False), (0, True)]))
+@on_ranks(3, pytest.param(2, marks=pytest.mark.slow))
+def test_every_tp_size_computes_the_same_products(sequence, regather):
+    tp = tp_axis()
     build = partial(build_block, sequence=sequence, regather=regather, kv_heads=tp.size)
     shape, gather = (B, T, D) if sequence != 0 else (T, B, D), None if sequence is None else (sequence, T)
     same_layer(build, shape, split=sequence, gather=gather, tp=tp)
@@ -365,14 +367,6 @@ def test_selective_recomputation_keeps_the_products_of_a_gpu(monkeypatch):
             block(torch.ones(1, 8, 256, requires_grad=True)).sum().backward()
         counts[kind] = calls.counts()["fp8_matmul"]
     assert counts == {"none": 6, "selective": 6, "full": 8}
-
-
-@pytest.mark.parametrize(
-    ("size", "sequence", "regather"),
-    some((2, None, False), (3, 1, True), of=[(2, 1, False), (2, 0, True), (3, 0, True)]),
-)
-def test_every_tp_size_computes_the_same_products(ranks, size, sequence, regather):
-    ranks(size, check_block, sequence, regather)
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])

@@ -105,7 +105,9 @@ def test_the_fused_losses_compile_to_one_graph(name):
         module.runs_triton = chosen
 
 
-def check_linear(sequence_dim, frozen):
+@pytest.mark.parametrize(("sequence_dim", "frozen"), [(None, ""), (0, ""), (1, ""), (None, "x"), (None, "weight")])
+@on_ranks(*SIZES)
+def test_linear_cross_entropy_equals_dense(sequence_dim, frozen):
     tp, order = tp_axis(), (0, 1) if sequence_dim != 0 else (1, 0)
     target = draw_target().permute(order)
     weight = draw(6, B, T).abs().permute(order).where(target != -100, torch.nan)
@@ -143,17 +145,6 @@ def check_linear(sequence_dim, frozen):
                 close(got, want, f"gradient of outputs {used}", 1e-12)
         for name, got, want in zip(("log_prob", "entropy"), found, wanted, strict=True):
             close(got.detach(), want.detach(), name, 1e-12)
-
-
-@pytest.mark.parametrize("sequence_dim", [None, 0, 1])
-@pytest.mark.parametrize("size", SIZES)
-def test_linear_cross_entropy_equals_dense(ranks, size, sequence_dim):
-    ranks(size, check_linear, sequence_dim, None)
-
-
-@pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_a_frozen_input_of_linear_cross_entropy(ranks, frozen):
-    ranks(2, check_linear, None, frozen)
 
 
 def test_the_mean_of_linear_cross_entropy_is_over_targets_that_are_not_the_ignored_id():
