@@ -168,7 +168,7 @@ WRITTEN: dict = {}
 
 
 @pytest.mark.parametrize(("writer", "reader", "config"), [
-    *some(PAIRS[0], *PAIRS[2:], of=PAIRS), *some(of=random.Random(0).sample(MORE, 24)),
+    *some(PAIRS[0], *PAIRS[2:4], PAIRS[5], of=PAIRS), *some(of=random.Random(0).sample(MORE, 24)),
 ], ids=lambda x: "tied" if x is TIED else "gqa" if x is CONFIG else str(x))  # fmt: skip
 def test_pitfall_15_16_17_38_what_one_layout_saves_every_other_loads_bitwise(
     ranks, tmp_path_factory, writer, reader, config

@@ -163,6 +163,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda at: TensorFile(header(at, b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', b"12")),
         "a tensor begins at byte 1",
     ),
+    "header of an unknown dtype": (
+        lambda at: TensorFile(header(at, b'{"a":{"dtype":"F6","shape":[1],"data_offsets":[0,1]}}', b"1")), "says a is"
+    ),
+    "header beyond the end": (
+        lambda at: TensorFile(header(at, b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', b"1")), "says a is"
+    ),
     "tensors in a pipe": (lambda at: read_complete(pipe(at)), "safetensors is missing"),
     "header that is a list": (lambda at: TensorFile(header(at, b"[]")), "x.safetensors is damaged"),
     "file of no bytes": (lambda at: TensorFile(tensor_file(at, b"")), "x.safetensors has 0 bytes"),
