@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import subprocess
-import sys
 import time
 from functools import partial
 from typing import Any
@@ -241,12 +239,3 @@ def test_stages_may_hand_on_several_tensors(schedule):
     for sender, receiver, tensors, size in ((first, last, 3, back + 2 * 3 * 4), (last, first, 2, back)):
         for count in (sender["pp", "send"], receiver["pp", "recv"]):
             assert (count.calls, count.bytes) == (4 * tensors, 4 * size)
-
-
-def test_the_memory_of_a_gpu_is_the_same_where_triton_is_not_installed(capsys):
-    words = ["memory", "examples.gpt.plan:build", "--preset", "tiny", "--dp", "2", "--dtype", "bfloat16"]
-    words += ["--machine", "h100"]
-    assert main(words) == 0
-    code = f"import sys; sys.modules['triton'] = None; from mpcore.__main__ import main; sys.exit(main({words}))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == capsys.readouterr().out

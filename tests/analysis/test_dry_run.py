@@ -16,7 +16,7 @@ from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule
 from mpcore.tools.analysis.counts import CommunicationCounter, Count
-from mpcore.tools.analysis.dry_run import assemble, dry_run, on_mesh, pretend, rounds_of, run_dry
+from mpcore.tools.analysis.dry_run import assemble, dry_run, on_mesh, pretend, rounds_of
 from mpcore.tools.analysis.operators import OperatorCounts
 from mpcore.tools.analysis.work import MicroBatchMemory, MicroBatchWork, PassWork, StepMemory, Work
 from tests.theory import zero_bytes
@@ -216,25 +216,6 @@ def test_a_rank_of_a_pretended_mesh_has_its_place_and_leaves_no_world():
 def test_a_mesh_without_the_rank_is_refused(rank, sizes, message):
     with pytest.raises(ValueError, match=message), on_mesh(rank, **sizes):
         pass
-
-
-def test_a_work_with_other_stages_than_its_schedule_is_refused():
-    with on_mesh(1, pp=2) as mesh:
-        work = build(mesh, ["interleaved", "4", "float32", "none"])
-        short = Work(work.stages[:1], work.plan, work.inputs, work.loss)
-        with pytest.raises(ValueError, match="made 1 stages for rank 1 of pp, where the schedule interleaved has 2"):
-            run_dry(short, mesh)
-
-
-def test_an_input_of_integers_is_refused_on_later_stages_alone():
-    def ids(mesh: Mesh, arguments: list[str]) -> Work:
-        stage = nn.Sequential(OrderedDict({str(mesh.pp.rank): nn.Embedding(9, 4, device="meta")}))
-        return Work([stage], build_schedule("1f1b", 2, 4), lambda i: ((torch.empty(2, 3, dtype=torch.int64),), {}),
-                    Tensor.sum)  # fmt: skip
-
-    assert counts(dry_run(ids, [], 0, pp=2).stages[0])["returned"] == 2 * 3 * 4 * 4
-    with pytest.raises(ValueError, match=r"stage 1 takes torch.int64"):
-        dry_run(ids, [], 1, pp=2)
 
 
 def test_stages_of_one_rank_that_share_a_table_make_its_gradient_once():

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from mpcore.tools.analysis.__main__ import main
 from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine, save_machine
+from tests.forked import Forked
 
 PLAIN = Machine("m", peak=1000.0, hbm=10.0, memory=100.0, e_gemm=0.5)
 
@@ -84,3 +86,11 @@ def test_a_written_profile_has_every_number_with_its_source_and_error(tmp_path):
     assert content["values"]["peak"] == {"value": 1000.0, "source": "measured: 1"}
     assert content["values"]["tau"] == {"value": 1e-4, "source": "assumed: the default", "error": 0.25}
     assert replace(load_machine(tmp_path / "m.json"), sources=machine.sources) == machine
+
+
+def test_the_memory_of_a_gpu_is_the_same_where_triton_is_not_installed(capsys):
+    words = ["memory", "examples.gpt.plan:build", "--preset", "tiny", "--dp", "2", "--dtype", "bfloat16"]
+    words += ["--machine", "h100"]
+    assert main(words) == 0
+    code = f"import sys; sys.modules['triton'] = None; from mpcore.__main__ import main; sys.exit(main({words}))"
+    assert Forked(code).communicate(60)[0] == capsys.readouterr().out
