@@ -438,9 +438,6 @@ def odd():
 
 
 BAD = {
-    "a pattern without a match": ("own", {"mlp.*.0": "colwise"}, 2, r"'mlp\.\*\.0' matches no module of"),
-    "heads that the module counts": ("own", {"attention.qkv": Colwise((32, 16, 16)), "attention.scale": "replicate",
-     "attention.out": "rowwise"}, 2, r"attention\.num_heads is 8 on each of 2 ranks"),
     "one count of heads forgotten": ("own", OWN_PLAN | {"attention": LocalSizes(("num_heads",))}, 2,
      r"attention\.num_kv_heads is 4 on each of 2 ranks"),
     "projections fused": ("odd", {"fused.qkv": "colwise", "fused.out": "rowwise"}, 2, r"fused\.qkv has 24 output"),

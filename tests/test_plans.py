@@ -205,8 +205,9 @@ def test_arguments_may_be_given_and_parts_left_out():
         assert type(skipped[1]) is nn.Linear
     with pytest.raises(ValueError, match=r"can't try the plan on this model: on a copy .* missing 1 required"):
         parallelize(Two(), wrong, tp, strict=True)
-    with pytest.warns(UserWarning, match=r"can't try the plan on this model: .* Give arguments of a forward"):
-        parallelize(Two(), wrong, tp, example=torch.ones(3, 4))
+    for example in (torch.ones(3, 4), (torch.full((3, 4), torch.nan), {"whole": torch.ones(3, 4)})):
+        with pytest.warns(UserWarning, match=r"can't try the plan on this model: .* Give arguments of a forward"):
+            parallelize(Two(), wrong, tp, example=example)
     with pytest.raises(ValueError, match="'2' matches no module of Two"):
         parallelize(Two(), wrong, tp, skip=("2",))
     parallelize(Two(), wrong, tp, check=False)

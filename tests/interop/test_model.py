@@ -97,16 +97,6 @@ def test_what_cannot_be_tested_waits_for_the_first_forward(monkeypatch):
     assert len(right._forward_pre_hooks) == 1
 
 
-def test_a_plan_that_cannot_be_tested_is_said():
-    strange = {"x": torch.full((2, 4), torch.nan), "y": X}
-    words = "parallelize can't try the plan on this model: .* Give arguments of a forward as example=.., or compare"
-    with pytest.warns(UserWarning, match=words):
-        parallelize(Needs(), RIGHT, TP, example=strange)
-    for how in ({"example": strange}, {}):
-        with pytest.raises(ValueError, match=words):
-            parallelize(Needs(), RIGHT, TP, strict=True, **how)
-
-
 class Scales(nn.Module):
     """A parameter of its own beside sharded features; its all-reduce, if it is given an axis, is one of its own."""
 

@@ -114,23 +114,6 @@ def test_experts_of_uneven_counts_are_left_with_the_counts():
     assert "wide 6, narrow 4" in suggest_plan(nn.Sequential(Uneven()), 1, ep=2).left["0"]
 
 
-def test_a_model_that_takes_nothing_is_refused():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = nn.Linear(2, 2)
-
-        def forward(self, a, b):
-            return self.one(a) + b
-
-    with pytest.raises(
-        ValueError, match=r"^no plan can be tried on this model: .*\. Give arguments of a forward: example"
-    ):
-        suggest_plan(Odd())
-    assert suggest_plan(Odd(), example={"a": torch.ones(1, 2), "b": torch.ones(1, 2)}).left == {}
-    assert suggest_plan(Odd(), example=(torch.ones(1, 2), torch.ones(1, 2))).plan == {"one": "colwise_gather_output"}
-
-
 def test_the_part_of_the_bytes_that_a_plan_shards():
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False).double())
     sizes = 4 * 32, 8 * 16
