@@ -20,7 +20,6 @@ from mpcore.interop.parallelize import Colwise
 from mpcore.layers import ColumnParallelEmbedding, materialize
 from mpcore.optim.adamw import logical_indices
 from mpcore.parallel.data import shard_data_parallel
-from mpcore.parallel.offload import offload_optimizer
 from mpcore.sharding import shardings
 from mpcore.sharding.declare import Sharding, cut
 from mpcore.sharding.local import data_run, is_dtensor
@@ -221,13 +220,6 @@ def check_unused():
     assert torch.equal(model[0], torch.ones(2, 3))
     assert not torch.equal(model[2], torch.ones(2, 3))
     assert len(optimizer.state) == 2
-    for kind in (AdamW, Muon, lambda model: offload_optimizer(torch.optim.AdamW(model.parameters()))):
-        model = small()
-        optimizer = kind(model)
-        shard_data_parallel(model, on)
-        model(torch.ones(2, 5)).sum().backward()
-        with pytest.raises(ValueError, match=r"shape \(7, 5\) is no longer the model's.* make the optimizer after"):
-            optimizer.step()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -317,9 +309,7 @@ def test_what_is_refused():
     later = Muon(frozen)
     foreign = nn.Linear(2, 2).weight
     for call, error, message in [
-        (partial(AdamW, small(), state_dtype=torch.float16), ValueError, "state_dtype torch.float16 is neither"),
         (partial(AdamW, small(torch.float16), masters=False), ValueError, "0.weight is float16 and vanishes"),
-        (partial(AdamW, small(), betas=(0.9, 1.0)), ValueError, r"betas \(0.9, 1.0\)"),
         (partial(AdamW, small(), groups=decay_groups(small(), 0.1)), ValueError, r"shape \(7, 5\) .* none of"),
         (partial(Muon, small(), adjust_lr_fn="best"), ValueError, "adjust_lr_fn 'best' is neither"),
         (partial(decay_groups, small(), 0.1, ["0.weight"]), TypeError, "exclude holds '0.weight', neither"),

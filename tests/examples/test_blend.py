@@ -106,8 +106,6 @@ def test_what_is_held_out_of_each_corpus_is_blended_alike(tmp_path):
     assert len(rest) / (len(third) + len(rest)) == pytest.approx(0.3, abs=0.1)
     assert Corpora(prefixes[:1], None, held_out=0.3).about == {"documents": 60, "tokens": 2400, "held_out": 0.3}
     assert Corpora(prefixes, None, held_out=0).split(8, seed=0, evaluate=False)[1] is None
-    with pytest.raises(ValueError, match=r"empty\.idx has no document"):
-        Corpora([prefixes[0], write(tmp_path / "empty", [])], None)
 
 
 def lines(*flags: str, out: str, **sizes: int) -> list[float]:

@@ -7,12 +7,8 @@ import json
 import re
 
 import pytest
-import torch
 
 from examples.gpt.config import PRESETS, GPTConfig, LatentConfig, LinearConfig, MoEConfig
-from examples.gpt.hf import SPEC
-from examples.gpt.model import GPT
-from mpcore.interop.hugging_face import architecture_of
 
 
 def test_a_configuration_derives_what_it_does_not_say():
@@ -94,10 +90,3 @@ def test_a_configuration_reads_its_parts_from_a_checkpoint():
 def test_a_configuration_that_contradicts_itself_is_refused(changes, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         GPTConfig(**changes)
-
-
-def test_what_latent_attention_has_not_is_refused():
-    latent = LatentConfig()
-    with pytest.raises(ValueError, match="architecture has latent attention without experts"):
-        architecture_of(GPTConfig(latent=latent), spec=SPEC)
-    assert torch.is_tensor(GPT(GPTConfig(layers=1, latent=latent, bias=True), device="cpu")(torch.zeros(1, 2).long()))

@@ -42,14 +42,14 @@ def arguments(flags: str, out: Path | str = "unused") -> list[str]:
 
 
 def trains(flags: str, out: Path) -> Any:
-    """Losses, norms and rates of three steps, the validation loss, and first and last weights."""
+    """Losses, norms and rates of two steps, the validation loss, and first and last weights."""
     t = Trainer(parse(arguments(flags)), Mesh())
 
     def sums() -> list[float]:
         return [float(p.detach().double().square().sum()) for p in t.model.parameters()]
 
     first = sums()
-    steps = [(entry["loss"], entry["grad_norm"], entry["lr"]) for entry in (t.step() for _ in range(3))]
+    steps = [(entry["loss"], entry["grad_norm"], entry["lr"]) for entry in (t.step() for _ in range(2))]
     return first, steps, t.evaluate(), sums()
 
 
