@@ -16,7 +16,7 @@ from tests.pool import mesh
 
 hf = pytest.importorskip("transformers")
 
-V, T, STEPS, RANK, ALPHA = 33, 6, 20, 3, 5.0
+V, T, STEPS, RANK, ALPHA = 33, 6, 8, 3, 5.0
 LLAMA = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 4}
 LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 10, "max_position_embeddings": 16}
 GPT2 = {"vocab_size": V, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}

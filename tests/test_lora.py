@@ -55,9 +55,10 @@ CASES += [("qwen3 moe", layout) for layout in EXPERTS]
 
 
 @pytest.mark.parametrize(("name", "layout"), some(("qwen3 moe", "tp2 ep2"), of=CASES))
-def test_twenty_steps_and_the_merged_weights_equal_the_formula_in_plain_torch(ranks, dense, name, layout):
-    losses, _ = wanted = dense(name)
-    assert min(losses) < 0.95 * losses[0], "the adapters must learn, or any two runs agree"
+def test_training_and_the_merged_weights_equal_the_formula_in_plain_torch(ranks, dense, name, layout):
+    _, merged = wanted = dense(name)
+    moved = max((merged[key] - x).abs().max() for key, x in build(name).state_dict().items())
+    assert moved > 0.01, "the adapters must learn, or any two runs agree"
     ranks(LAYOUTS[layout][0], check_training, name, layout, wanted)
 
 

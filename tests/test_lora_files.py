@@ -86,7 +86,7 @@ def test_an_adapter_and_a_merged_folder_open_elsewhere(ranks, tmp_path, name, la
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3 moe"])  # save_lora refuses its experts
 def test_peft_opens_an_adapter_trains_it_alike_and_load_lora_opens_its(tmp_path, name):
-    """PEFT's losses of twenty steps on the dense model are those that all layouts are compared with."""
+    """PEFT's losses on the dense model are those that all layouts are compared with."""
     peft = pytest.importorskip("peft")
     model = add_lora(build(name), RANK, ALPHA, targets=TARGETS[name])
     save_lora(model, tmp_path / "ours")

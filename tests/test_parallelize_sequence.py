@@ -113,12 +113,12 @@ def test_every_layout_trains_as_one_process_does(ranks, size, name, what, sizes,
 
 
 @pytest.mark.parametrize(("name", "resumed"), some(("qwen3_moe", {"ep": 2, "dp": 4}), of=[("llama", {"dp": 4})]))
-def test_a_run_of_10_steps_resumes_on_other_axes(tmp_path, name, resumed):
+def test_a_run_resumes_on_other_axes(tmp_path, name, resumed):
     eight, options = {"tp": 2, "cp": 2, "pp": 2}, {"kind": "zigzag", "folder": tmp_path / "saved"}
     with families.wide():
-        want = losses(name, "documents", {}, steps=range(10))
-        first = mp.simulate(partial(losses, name, "documents", eight, steps=range(5), **options), ranks=8)
-        last = mp.simulate(partial(losses, name, "documents", resumed, steps=range(5, 10), **options), ranks=4)
+        want = losses(name, "documents", {}, steps=range(4))
+        first = mp.simulate(partial(losses, name, "documents", eight, steps=range(2), **options), ranks=8)
+        last = mp.simulate(partial(losses, name, "documents", resumed, steps=range(2, 4), **options), ranks=4)
     for got in (torch.cat(halves) for halves in itertools.product(first, last)):
         close(got, want, "losses", 1e-9)
 

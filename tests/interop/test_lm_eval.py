@@ -48,7 +48,7 @@ def tasks(folder: Path) -> list[dict]:
     """A choice between answers, the perplexity of texts longer than the model's 16 tokens, and generated text."""
     texts = ["is it?", "a", "x, y and so on"]
     rows = [{"q": text, "a": ["yes", "no", " maybe"], "i": i} for i, text in enumerate(texts)]
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows * 3))
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows * 2))
     files = {"data_files": {"test": str(folder / "rows.jsonl")}}
     told = {"dataset_path": "json", "dataset_kwargs": files, "test_split": "test", "doc_to_text": "{{q}}"}
     choice = {"doc_to_choice": "{{a}}", "doc_to_target": "{{i}}", "metric_list": [{"metric": "acc"}]}
