@@ -254,10 +254,16 @@ def test_a_checkpoint_that_cannot_be_renamed_leaves_the_one_before(tmp_path, mon
     os.rename(path, tmp_path / ".c.mpcore-old")  # as one killed between two renames sets it aside
     with mock.patch.object(os, "fsync", side_effect=OSError(28, "no space")), pytest.raises(ValueError, match="no sp"):
         saved(tmp_path, 2, "c")
-    assert folders.latest(tmp_path) == path
+    assert folders.latest(tmp_path) == resolve(path) == path
     saved(tmp_path, 2, "c")
     assert read_manifest(path).step == 2
-    assert not (tmp_path / ".c.mpcore-old").exists()
+    for step in (4, 5):
+        saved(tmp_path, step, ".c.mpcore-old")  # one killed before it removed this
+        assert checkpoints(tmp_path) == [resolve(path)] == [path]
+        saved(tmp_path, step + 2, "c") if step == 4 else prune(tmp_path, 1)
+        assert not (tmp_path / ".c.mpcore-old").exists()
+    os.rename(path, tmp_path / ".c.mpcore-old")
+    assert checkpoints(tmp_path) == [resolve(path)] == [tmp_path / ".c.mpcore-old"]
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_word(tmp_path, caplog, capsys):
@@ -437,22 +443,3 @@ def test_a_second_job_that_saves_into_a_folder_is_refused_by_name(tmp_path):
     one.communicate(60)
     printed, errors = Forked(SAVER, str(tmp_path / "all")).communicate(60)  # a lock of a dead process
     assert printed == "saved\n", errors
-
-
-def test_an_old_checkpoint_counts_until_its_successor_is_there(tmp_path):
-    path = saved(tmp_path, 1, "c")
-    old = tmp_path / ".c.mpcore-old"
-    os.rename(path, old)
-    assert resolve(path) == old
-    assert checkpoints(tmp_path) == [old]
-    assert resolve(tmp_path / "none") == tmp_path / "none"
-    Store().prepare(path)
-    assert path.is_dir()
-    assert not old.exists()
-    assert (tmp_path / ".c.mpcore-tmp").is_dir()
-    os.rename(tmp_path / ".c.mpcore-tmp", old)
-    (old / "manifest.json").write_text("{}")
-    assert resolve(path) == path
-    assert checkpoints(tmp_path) == [path], "it has a successor"
-    Store().prepare(path)
-    assert not old.exists()
