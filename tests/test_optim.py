@@ -20,6 +20,7 @@ from mpcore.interop.parallelize import Colwise
 from mpcore.layers import ColumnParallelEmbedding, materialize
 from mpcore.optim.adamw import logical_indices
 from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.offload import offload_optimizer
 from mpcore.sharding import shardings
 from mpcore.sharding.declare import Sharding, cut
 from mpcore.sharding.local import data_run, is_dtensor
@@ -220,6 +221,13 @@ def check_unused():
     assert torch.equal(model[0], torch.ones(2, 3))
     assert not torch.equal(model[2], torch.ones(2, 3))
     assert len(optimizer.state) == 2
+    for kind in (AdamW, Muon, lambda model: offload_optimizer(torch.optim.AdamW(model.parameters()))):
+        model = small()
+        optimizer = kind(model)
+        shard_data_parallel(model, on)
+        model(torch.ones(2, 5)).sum().backward()
+        with pytest.raises(ValueError, match=r"shape \(7, 5\) is no longer the model's.* make the optimizer after"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("kind", KINDS)
