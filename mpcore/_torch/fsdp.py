@@ -13,6 +13,7 @@ This file doesn't import FSDP, which takes half a second: if FSDP was never impo
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +107,7 @@ def drop_gradients(units: Iterable[FSDPModule], which: Callable[[Tensor], bool])
         units: the units of a model.
         which: returns, for a sharded parameter, whether to drop its gradient.
     """
+    take_order(units)
     for context in _contexts(units):
         groups = _groups_of(context)
         failed = _has_failed(context) or context.iter_forward_root is not None
@@ -193,6 +195,35 @@ def reduce_unused(unit: FSDPModule) -> None:
         group.post_backward = post_backward
         for p in group.fsdp_params:
             p.is_unused = False
+
+
+def note_order(unit: FSDPModule) -> None:
+    """Note each gather and each reduction of a unit, for `take_order`."""
+    state = _state(unit)
+
+    def note(group: Any, what: str) -> None:
+        seen = f"{vars(state._state_ctx).get('order', 0)} {what} {group.fsdp_params[0]._param_fqn}"
+        state._state_ctx.order = zlib.crc32(seen.encode())
+
+    for group in _groups(state):
+
+        def unshard(*args: Any, group: Any = group, **how: Any) -> None:
+            before = group._all_gather_result
+            type(group).unshard(group, *args, **how)
+            if group._all_gather_result not in (before, None):
+                note(group, "gathered")
+
+        def post_backward(*args: Any, group: Any = group, reduce: Callable[..., None] = group.post_backward) -> None:
+            if group.reduce_grads:
+                note(group, "reduced")
+            reduce(*args)
+
+        group.unshard, group.post_backward = unshard, post_backward
+
+
+def take_order(units: Iterable[FSDPModule]) -> list[int]:
+    """Return, for each root, a number of the order of its gathers and reductions since the last call."""
+    return [vars(context).pop("order", 0) for context in _contexts(units)]
 
 
 def take_unused(units: Iterable[FSDPModule]) -> set[nn.Parameter]:

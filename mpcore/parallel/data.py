@@ -87,7 +87,7 @@ def shard_data_parallel(
         - With 1 to 3, return the loss, or the tensors it is computed from, from forward: as a tensor, or in dicts,
           lists or tuples (dataclasses from torch 2.13). Gradients of a loss stored elsewhere are never reduced.
         - Call the model itself, and route other methods (encode, generate) through its forward: only forward gathers
-          the parameters outside the blocks. Every rank must run a block, or none.
+          the parameters outside the blocks. Every rank must run a block, or none: a run of `prepare` refuses the step.
         - A forward under `torch.no_grad()` may run at any time; use `gathered` to gather only once. The first forward
           must not run under `torch.inference_mode()`. Second derivatives are not supported.
         - Scalars, empty parameters and the statistics of routers are replicated.

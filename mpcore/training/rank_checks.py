@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpcore._torch import fsdp
 from mpcore.collectives import all_reduce
 from mpcore.mesh.agreement import check_same, merged, raise_together
 from mpcore.mesh.axis import Mesh
@@ -42,10 +43,13 @@ class AlikeCheck:
         self.trained = 0
         self.values: dict[str, object] = {}
         self.options: list[dict[str, object]] = []
+        self.order: list[int] = []
         self.sums: list[Tensor] = []
 
     def begin(self, values: dict[str, object], groups: list[dict[str, Any]]) -> list[int]:
-        """Return a number of the values and, for each pipeline stage, of its parameter groups; each with its square.
+        """Return a number of the values and one for each pipeline stage, each with its square.
+
+        A stage's number is of its parameter groups, and of the order in which its blocks were gathered and reduced.
 
         Raises:
             ValueError: if the optimizer got a parameter that the model did not have in `prepare`.
@@ -61,28 +65,34 @@ class AlikeCheck:
                 )
         self.values, pp = values, self.mesh.pp
         self.options = [{k: x for k, x in group.items() if isinstance(x, int | float | tuple)} for group in groups]
-        both = repr(sorted(values.items())), repr(self.options)
+        self.order = fsdp.take_order(self.tree.units)
+        both = repr(sorted(values.items())), repr((self.options, self.order))
         first, second = (zlib.crc32(text.encode()) % 2**20 for text in both)  # the sums stay exact
         slots = [0] * 2 * pp.size  # stages may have groups of their own
         slots[2 * pp.rank : 2 * pp.rank + 2] = second, second**2
         return [first, first**2, *slots]
 
     def end(self, total: float, squares: float, *slots: float) -> None:
-        """Raise ValueError on every rank if the sums say that ranks have different values, or replicas other groups."""
+        """Raise ValueError on every rank if the sums say that ranks have different values, or replicas others."""
         replaced = ValueError(self.values["parameters"]) if self.values.get("parameters") else None
         if squares * self.mesh.world.size != total**2:
             raise_together(replaced, self.mesh.world)
             check_same("step, tokens, lr or max_norm: replicas would drift apart", self.values, self.mesh.world)
         replicas = self.mesh.world.size // self.mesh.pp.size
         if any(square * replicas != of**2 for of, square in zip(slots[::2], slots[1::2], strict=True)):
-            merged(self.mesh.world, lambda: (self.mesh.pp.rank, self.options), _refuse)
+            merged(self.mesh.world, lambda: (self.mesh.pp.rank, self.options, self.order), _refuse)
         if replaced is not None:
             raise replaced
 
 
-def _refuse(found: list[tuple[int, list[dict[str, object]]]]) -> None:
-    first = {stage: rank for rank, (stage, _) in reversed([*enumerate(found)])}
-    a, b = next((first[stage], rank) for rank, (stage, _) in enumerate(found) if found[first[stage]] != found[rank])
+def _refuse(found: list[tuple[int, list[dict[str, object]], list[int]]]) -> None:
+    first = {stage: rank for rank, (stage, *_) in reversed([*enumerate(found)])}
+    a, b = next((first[stage], rank) for rank, (stage, *_) in enumerate(found) if found[first[stage]] != found[rank])
+    if found[a][2] != found[b][2]:
+        raise ValueError(
+            f"ranks {a} and {b} ran other blocks in this step, or in another order, and their collectives mixed the "
+            f"blocks' weights or gradients: let all ranks skip the same blocks (layerdrop), or use zero=0"
+        )
     groups = [*zip(found[a][1], found[b][1], strict=False)]
     differ = [f"{name} {x.get(name)} and {y.get(name)}" for x, y in groups for name in {**x, **y}
               if x.get(name) != y.get(name)]  # fmt: skip

@@ -229,3 +229,42 @@ def test_a_mistake_is_named(caplog, monkeypatch, wrong, sizes, named):
 @pytest.mark.parametrize("right", ["", "gathered, F.cross_entropy"])
 def test_a_program_without_a_mistake_trains_in_silence(caplog, right, sizes):
     assert told(right, sizes, caplog) == ""
+
+
+class Skips(nn.Module):
+    """Residual blocks of one size, of which a rank may leave one out, as layerdrop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(D, D, bias=False) for _ in range(3))
+        self.without = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = x if i == self.without else x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("skipped", [(1, 2), (1, 1)])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_ranks_that_leave_out_other_blocks_are_refused_with_zero(zero, skipped):
+    """Each would gather a part of another block's weights."""
+
+    def train() -> list[float]:
+        mesh, model = mp.build_mesh(device_type="cpu"), Skips()
+        run = mp.prepare(model, mesh, blocks=model.blocks, loss=lambda y, t: (y - t).square().sum(),
+                         optimizer=partial(mp.AdamW, lr=0.1), initialize=True, data=mp.Zero(zero))  # fmt: skip
+        x, losses = torch.randn(2, 1, D, generator=torch.Generator().manual_seed(1)), []
+        for step in range(3):
+            model.without = -1 if step == 0 else skipped[mesh.data.rank] if mesh.data.size > 1 else skipped[0]
+            run.forward_backward(x[run.share(2)], torch.zeros(2 // mesh.data.size, 1, D), tokens=2)
+            losses.append(run.optimizer_step().loss)
+        return losses
+
+    if zero and skipped[0] != skipped[1]:
+        with pytest.raises(RankError, match=r"ran other blocks in this step.*zero=0"):
+            mp.simulate(train, ranks=2)
+    else:
+        both = mp.simulate(train, ranks=2)
+        assert both[0] == both[1]
+        assert skipped[0] != skipped[1] or both[0] == pytest.approx(mp.simulate(train, ranks=1)[0])
