@@ -15,7 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpcore.collectives import gather
+from mpcore.collectives import all_reduce, gather
 from mpcore.layers.module import in_eval_mode
 from mpcore.mesh.agreement import check_same, gather_objects, together
 from mpcore.mesh.axis import Mesh
@@ -182,10 +182,19 @@ class Model(TemplateLM):
             if self.pipeline.last_rank != self.mesh.pp.rank:
                 return torch.empty(*x.shape, self.vocab_size, dtype=self.dtype, device=x.device)
             logits = getattr(out, "logits", out).to(self.dtype)
-            if self.mesh.tp.size == 1 and logits.shape[-1] != self.vocab_size:
-                raise ValueError(f"the logits are of {logits.shape[-1]} tokens, and vocab_size is {self.vocab_size}")
+            if not self.fits:
+                self._check_width(logits)
             return logits if logits.shape[-1] == self.vocab_size else gather(logits, self.mesh.tp, -1, self.vocab_size)
 
         logits = gathered() if self.fits else together(self.mesh.world, gathered)
         self.fits = True
         yield from self.pipeline.from_last(logits)
+
+    def _check_width(self, logits: Tensor) -> None:
+        """Raise ValueError if the logits are neither shards over tp of `vocab_size` logits nor copies of them."""
+        tp, sizes = self.mesh.tp, gather_objects(logits.shape[-1], self.mesh.tp.group)
+        copies = {*sizes} == {self.vocab_size}
+        if copies and tp.size > 1:  # or shards of this width, which differ
+            copies = not (all_reduce(logits, tp) / tp.size - logits).norm() > 0.1 * logits.norm()
+        if not copies and sum(sizes) != self.vocab_size:
+            raise ValueError(f"the logits are of {sum(sizes)} tokens, and vocab_size is {self.vocab_size}")

@@ -137,8 +137,17 @@ def other_vocabulary(mesh):
     Model(run, tokenizer_of_letters(), vocab_size=20, max_length=8)._loglikelihood_tokens([(None, [1], [2])])
 
 
+def width_of_a_shard(mesh):
+    """The logits [.., 32 / tp] of a rank are as many as the tokens that are claimed."""
+    head = mp.ColumnParallelLinear(8, 32, tp=mesh.tp)
+    model = torch.nn.Sequential(mp.VocabParallelEmbedding(32, 8, tp=mesh.tp), head)
+    Model(model, tokenizer_of_letters(), mesh, vocab_size=16, max_length=8)._loglikelihood_tokens([(None, [1], [2])])
+
+
 def test_ranks_with_other_requests_and_context_parallelism_are_refused():
     mp.simulate(other_requests, dp=2)
+    with pytest.raises(RankError, match="the logits are of 32 tokens, and vocab_size is 16"):
+        mp.simulate(width_of_a_shard, tp=2)
     with pytest.raises(RankError, match="the logits are of 33 tokens, and vocab_size is 20"):
         mp.simulate(other_vocabulary, pp=2)
     with pytest.raises(RankError, match="cp 2"):
