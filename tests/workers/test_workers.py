@@ -183,6 +183,24 @@ def test_waiting_for_all_is_diloco(tmp_path):
         torch.testing.assert_close(x.detach(), first.anchor[name], rtol=1e-12, atol=1e-12)
 
 
+class Late(Worker):
+    """A worker whose thread is slow to take its first steps."""
+
+    def taken(self):
+        time.sleep(0.5)
+        return super().taken()
+
+
+def test_waiting_for_all_waits_for_a_worker_that_has_no_steps_yet(tmp_path):
+    first = Worker(folder=tmp_path, wait="all", until=60, seconds=0.02)
+    second = Late([first.address], wait="all", until=60)
+    finish(first, second)
+    lines = check(tmp_path, 60, [first, second])
+    joined = next(i for i, line in enumerate(lines) if line["op"] == "join" and line["worker"] == 1)
+    counts = [len(line["updates"]) for line in lines[joined:] if line["op"] == "update"]
+    assert {*counts[:-1]} == {2}, counts
+
+
 @contextmanager
 def relay(address, rate=float("inf")):
     """A relay of so many bytes per second each way to a worker. Yield its address, and what each end sends."""

@@ -343,9 +343,9 @@ class Node:
     def _awaited(self, worker: int) -> tuple[str, bool]:
         """Return what a worker waits for, and whether it comes if no worker joins."""
         outer, here, needed = self._led(), len(self.pending), self._needed()
-        others = ", ".join(f"{n} at {outer.members[n]}" for n in sorted(outer.leases.keys() - self.pending.keys()))
+        others = ", ".join(f"{n} at {outer.members[n]}" for n in sorted(self._training() - self.pending.keys()))
         more = f"still trains: {others} (removed after {self.options.timeout:g} s without a step)"
-        if worker in self.pending and needed > len(outer.leases):
+        if worker in self.pending and needed > len(self._training()):
             return f"{len(outer.members)} of {needed} workers are here (wait {self.options.wait!r}): start more", False
         what = f"{here} of {needed} updates are here" if worker in self.pending else "no steps are left for this worker"
         return f"{what}; {more}", True
@@ -385,10 +385,14 @@ class Node:
             self._merge()
             return {}
 
-    def _needed(self) -> int:
+    def _training(self) -> set[int]:
+        """Return the workers whose updates come: all while steps are left, also one that has not taken them yet."""
         outer, own = self._led(), self.number
-        idle = self.ending and own in outer.leases and own not in self.pending
-        return self.options.needed(len(outer.leases) - idle, len(outer.members))
+        idle = {own} if self.ending and own not in self.pending else set[int]()
+        return {*(outer.leases if outer.free_steps(1) is None else outer.members)} - idle
+
+    def _needed(self) -> int:
+        return self.options.needed(len(self._training()), len(self._led().members))
 
     def _merge(self) -> bool:
         """Apply the updates that wait, if they are enough. Return whether they are."""
