@@ -28,8 +28,8 @@ def upcycle(state: Mapping[str, Tensor], mixture: nn.Module) -> dict[str, Tensor
         state dict.
 
     Raises:
-        ValueError: if the mixture has no `ParallelMoE`, the dense model has no MLP of the same name, or the MLP has
-            biases, which experts do not support.
+        ValueError: if the mixture has no `ParallelMoE`, one with weights that no MLP has (`LatentMoE`), the dense model
+            has no MLP of the same name, or the MLP has biases, which experts do not support.
 
     Example:
         >>> dense = nn.Sequential(mpcore.ParallelMLP(4, 8, bias=False))
@@ -43,6 +43,11 @@ def upcycle(state: Mapping[str, Tensor], mixture: nn.Module) -> dict[str, Tensor
         raise ValueError(f"the {type(mixture).__name__} has no ParallelMoE: give the mixture, not the dense model")
     mixed = dict(state)
     for name, moe in layers:
+        for other in {leaf.partition(".")[0] for leaf, _ in moe.named_parameters()} - {"router", "experts", "shared"}:
+            raise ValueError(
+                f"{name}{other} of {type(moe).__name__} changes what the experts get, and a dense MLP has no such "
+                f"weight: upcycle to a ParallelMoE"
+            )
         for projection, expert in (("up", "gate_up"), ("down", "down")):
             weight = mixed.pop(f"{name}{projection}.weight", None)
             if weight is None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpcore import Mesh, ParallelMLP, ParallelMoE, full_state_dict, load_full_state_dict, sequence_index
 from mpcore import collectives as c
-from mpcore.experimental import record_routing
+from mpcore.experimental import LatentMoE, record_routing
 from mpcore.gradients import drop_gradients, reduce_gradients
 from mpcore.interop.upcycle import upcycle
 from mpcore.layers import materialize, update_routers
@@ -443,6 +443,9 @@ def test_upcycling_begins_with_the_dense_models_output():
             import_module(home).upcycle  # noqa: B018
     with pytest.raises(ValueError, match=r"the dense model's 4 tensors have no blocks.1.mlp.up.weight"):
         upcycle(state, mixture)
+    latent = torch.nn.ModuleDict({"layer": LatentMoE(D, HIDDEN, E, top_k=K, latent_dim=D)})
+    with pytest.raises(ValueError, match=r"layer.latent_(down|up) of LatentMoE changes what the experts get"):
+        upcycle(full_state_dict(torch.nn.ModuleDict({"layer": ParallelMLP(D, HIDDEN, bias=False)})), latent)
     with pytest.raises(ValueError, match=r"layer.up.bias: experts have no biases"):
         upcycle(
             full_state_dict(torch.nn.ModuleDict({"layer": ParallelMLP(D, HIDDEN)})), torch.nn.ModuleDict({"layer": moe})
