@@ -178,6 +178,7 @@ _MISTRAL = replace(
 _PHI3 = replace(
     _MISTRAL, class_name="Phi3ForCausalLM",
     fields=_DECODER | {"rms_norm_eps": Field("norm_eps", 1e-5), "sliding_window": Field("window", None)},
+    rules=(*_MISTRAL.rules, "plain_rope"),
     ignored=_IGNORED | {"embd_pdrop", "original_max_position_embeddings", "resid_pdrop"},  # 2nd: only longrope reads it
     block=_LLAMA_BLOCK | {"attention.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"},
 )  # fmt: skip

@@ -284,6 +284,11 @@ def _read_rope(c: Fields, ours: dict[str, Any]) -> None:
     ours |= {"rope_base": float(base), "rope_scaling": None if kind == "default" else scaling}
 
 
+def _check_plain_rope(c: Fields, ours: dict[str, Any]) -> None:
+    if ours["rope_scaling"] is not None:
+        c.problems.append(f"rope_type {ours['rope_scaling']['rope_type']!r} is not one that transformers takes here")
+
+
 def _check_window(c: Fields, ours: dict[str, Any], types: list[str] | None = None) -> None:
     types = types or c.take("layer_types", None)
     if types and set(types) != {"full_attention" if ours["window"] is None else "sliding_attention"}:
@@ -346,6 +351,7 @@ RULES: dict[str, tuple[Read, Write]] = {
     ),
     "rope": (_read_rope, lambda ours: {"rope_theta": ours["rope_base"], "rope_scaling": ours["rope_scaling"]}),
     "heads": (_read_heads, lambda ours: {}), "window": (_check_window, lambda ours: {}),
+    "plain_rope": (_check_plain_rope, lambda ours: {}),
     "mixtral": (lambda c, ours: None, lambda ours: {"intermediate_size": ours["moe.d_ff"]}),
     "qwen_window": (partial(_read_qwen_window, full=28), _write_qwen_window),
     "qwen_moe_window": (partial(_read_qwen_window, full=0, clear=False), _write_qwen_window),
