@@ -18,6 +18,7 @@ from mpcore.tools.verify.pool import RankError
     ("python -m torch.distributed.launch --nproc_per_node=2 -m a.b --x", ("a.b", ["--x"], 2, 2)),
     ("srun --nodes=2 --ntasks-per-node=8 --ntasks=12 -m a", ("a", [], 12, 8)),
     ("srun -n 6 a.b:c_d --layouts x", ("a.b:c_d", ["--layouts", "x"], 6, None)), ("srun -n6 -m a", ("a", [], 6, None)),
+    ("mpirun -np 6 python -m a", ("a", [], 6, None)), ("mpiexec -np6 python -m a", ("a", [], 6, None)),
     ("srun -N2 --ntasks-per-node 8 numactl -N0 -m0 a:b -n 5", ("a:b", ["-n", "5"], 16, 8)),
     ("nice -n 5 numactl -N 0 -m 0 torchrun --nproc-per-node 2 -m a -n 5 --y=3", ("a", ["-n", "5", "--y=3"], 2, 2)),
 ])  # fmt: skip

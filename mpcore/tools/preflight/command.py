@@ -39,7 +39,7 @@ HOST = ("nice", "ionice", "numactl")  # start no ranks; -n and -N are of their o
 _COUNTS = {
     "nodes": ("--nnodes", "-N", "--nodes"),
     "each": ("--nproc-per-node", "--nproc_per_node", "--ntasks-per-node"),
-    "all": ("-n", "--ntasks"),
+    "all": ("-n", "--ntasks", "-np", "--np"),
 }
 
 
@@ -59,7 +59,7 @@ def read_command(words: Sequence[str]) -> Command:
     Raises:
         ValueError: if it starts neither a module nor a model, or its number of ranks is no number.
     """
-    words = [re.sub(r"^(-[nN])(?=\d)", r"\1=", word) for word in words]  # -n16 is -n 16
+    words = [re.sub(r"^(-np?|-N)(?=\d)", r"\1=", word) for word in words]  # -n16 is -n 16
     words = [part for word in words for part in (word.split("=", 1) if _counts(word.split("=")[0]) else [word])]
     for i, word in enumerate(words):
         module = words[i + 1] if word in ("-m", "--module") and i + 1 < len(words) else "-"
