@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -73,9 +74,12 @@ def test_a_profile_is_read_with_its_sources_and_errors(tmp_path):
         "memory": "given: instead of 8", "node": "given: instead of None",
     }  # fmt: skip
 
-    for wrong in ({"node": 0}, {"memory": -1.0}):
-        with pytest.raises(ValueError, match="of the machine mine is not above 0"):
+    for wrong in ({"node": 0}, {"memory": -1.0}, {"peak": math.nan}, {"latency": -1.0}, {"hbm": math.inf}):
+        with pytest.raises(ValueError, match="of the machine mine is no finite number above 0"):
             load_machine(path, **wrong)
+    path.write_text(json.dumps({"values": LEAST | {"tau": entry(math.nan)}}))
+    with pytest.raises(ValueError, match="tau is nan, no finite number of at least 0"):
+        load_machine(path)
 
 
 def test_a_written_profile_has_every_number_with_its_source_and_error(tmp_path):

@@ -7,6 +7,7 @@ A profile is a JSON file, `profiles/NAME.json` in this package or any path: `{"n
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -143,8 +144,8 @@ def load_machine(name: str | Path, **changes: float) -> Machine:
     _check(path, numbers, sources)
     given = {key: f"given: instead of {numbers.get(key)}" for key in changes}
     rates: dict[str, Any] = numbers | changes
-    for key in (key for key, value in rates.items() if value <= 0 and key not in MAY_BE_0):
-        raise ValueError(f"{key} {rates[key]} of the machine {path.stem} is not above 0")
+    for key in (key for key, value in rates.items() if not (0 < value < math.inf or (value == 0 and key in MAY_BE_0))):
+        raise ValueError(f"{key} {rates[key]} of the machine {path.stem} is no finite number above 0")
     return Machine(str(content.get("name", path.stem)), **rates, sources=sources | given, errors=errors)
 
 
@@ -152,8 +153,8 @@ def _check(path: Path, numbers: dict[str, Any], sources: dict[str, str]) -> None
     for key, value in numbers.items():
         if key not in NUMBERS:
             raise ValueError(f"the profile {path} has the unknown field {key}; fields are {', '.join(NUMBERS)}")
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"the profile {path}: {key} is {value!r}, no number of at least 0")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise ValueError(f"the profile {path}: {key} is {value!r}, no finite number of at least 0")
         if sources[key].partition(":")[0] not in SOURCES:
             raise ValueError(f"the profile {path}: the source of {key} begins with none of {', '.join(SOURCES)}")
     missing = [key for key in ("peak", "hbm", "memory") if key not in numbers]
