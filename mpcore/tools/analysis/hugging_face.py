@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpcore.interop.cut import pipeline_stages
@@ -35,7 +35,8 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     """Return the work of the mesh's rank, for flags as text.
 
     Raises:
-        ValueError: if the folder has no config.json of a model of transformers, or the model has no such layout.
+        ValueError: if the folder has no config.json of a model of transformers, the model has no such layout, or fewer
+            learned positions than tokens.
     """
     args = _parse(arguments)
     if mesh.cp.size > 1:
@@ -47,6 +48,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     if samples % step:
         raise ValueError(f"--global-batch {samples} is not a multiple of micro-batch x dp = {step}")
     model = _model(args.hf)
+    _check_positions(model, args.seq_len)
     parallelize(model, tp=mesh.tp, ep=mesh.ep, etp=mesh.etp, check=False)
     if args.lora:
         add_lora(model, rank=args.lora)
@@ -89,6 +91,15 @@ def _model(folder: Path) -> Any:
     with torch.device("meta"):
         model: Any = kind(config)
     return model.train()
+
+
+def _check_positions(model: Any, tokens: int) -> None:
+    """Raise ValueError if a sequence is longer than a learned table of positions, which fake ids don't notice."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
+    for name, module in model.named_modules():
+        table = isinstance(module, nn.Embedding) and module is not model.get_input_embeddings()
+        if table and most <= module.num_embeddings <= most + 2 and tokens > most:  # OPT's has two rows more
+            raise ValueError(f"--seq-len {tokens} is more than the {most} positions of {name}: give {most} or fewer")
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
