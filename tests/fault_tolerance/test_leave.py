@@ -213,6 +213,14 @@ def test_ranks_in_other_steps_or_with_other_requests_are_told_so():
         with pytest.raises(ValueError, match="steps 6 and 7" if wrong else r"other requests than \["):
             wishes.after_step(9, stop=False)
         dist.barrier()
+    for count in (16, 17, 17 + mesh.tp.rank):
+        wishes, mine = SharedRequests(mesh.world), {f"wish {i:02}": i == 15 for i in range(count)}
+        wishes.after_step(1, **mine)
+        if count == 16:
+            assert wishes.after_step(2, **mine) == {"wish 15"}
+            continue
+        with pytest.raises(ValueError, match=r"after_step got 17 keywords, and a message has 16|other requests than"):
+            wishes.after_step(2, **mine)
     wishes = SharedRequests(mesh.world)
     wishes.after_step(1, save=True, stop=False)
     assert wishes.after_step(2, stop=False) == {"save"}, "requests keep their names if the next step has others"

@@ -119,14 +119,15 @@ class SharedRequests:
             mine: this rank's requests, each a keyword with True or False. All ranks must pass the same keywords.
 
         Raises:
-            ValueError: on every rank, one step later, if ranks passed different keywords or steps.
+            ValueError: on every rank, one step later, if ranks passed different keywords or steps, or more than 16
+                keywords.
         """
         if self.world.size == 1 or self.world.group is None:
             return {name for name, wish in mine.items() if wish}
         names = sorted(mine)
         about = [zlib.crc32(" ".join(names).encode()), step]
         values = [*about, *(-x for x in about), *(int(mine[name]) for name in names)]
-        values += [0] * (_LENGTH - len(values))
+        values = [*values, *(0 for _ in range(_LENGTH))][:_LENGTH]
         before, group = self._sent, self.world.group
         config = dist.get_backend_config(group)
         device = "cpu" if "cpu" in config or "nccl" not in config else "cuda"
@@ -143,4 +144,6 @@ class SharedRequests:
                 + (f", and with other requests than {names}" if most != -least else "")
                 + ": let all ranks take the same steps, and pass the same keywords"
             )
+        if len(names) > len(found):
+            raise ValueError(f"after_step got {len(names)} keywords, and a message has {len(found)}: pass fewer")
         return {name for name, wish in zip(names, found, strict=False) if wish}
