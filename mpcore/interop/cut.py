@@ -114,9 +114,9 @@ def pipeline_stages(
                 )
 
     def checked(sends_inputs: bool) -> tuple[list[nn.Module], list[nn.Module], list[Run]]:
-        chain = _chain(model, where, cut, trace, tied, sends_inputs, mesh.device)
-        same = chain if tried is model else _chain(tried, where, cut, seen, tied, sends_inputs)
-        return chain, same, compare(tried, same, ids, want)
+        same = _chain(tried, where, cut, seen, tied, sends_inputs, mesh.device if tried is model else None)
+        got = compare(tried, same, ids, want)
+        return same if tried is model else _chain(model, where, cut, trace, tied, sends_inputs, mesh.device), same, got
 
     try:
         with raising_together():
@@ -214,7 +214,8 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
         for found in run_chain(model, [model], ids, trace.options):
             want.append(found)
             made = found[1][0] if found[1] else {}
-            trace.changed |= {name for name, x in model.named_buffers() if not made.get(name, x).equal(x)}
+            buffers = dict(model.named_buffers(remove_duplicate=False))
+            trace.changed |= {name for name, x in made.items() if name not in buffers or not x.equal(buffers[name])}
             for handle in handles:
                 handle.remove()
     except Exception as error:

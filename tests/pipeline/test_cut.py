@@ -169,11 +169,16 @@ class Words(nn.Module):
         self.layers[1] = self.layers[1] if change != "a hole" else None
         self.register_buffer("ones", torch.ones(1).expand(2))  # can't be written to
         self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("cache", None if change == "lazy" else torch.zeros(1), persistent=False)
         self.between = nn.Linear(8, 8)
 
     def forward(self, ids):
         self.calls = self.calls + 1 if self.change == "counts" else self.calls
         self.calls.add_(self.change == "counts in place")
+        if self.change == "lazy" and self.cache is None:
+            self.cache = torch.arange(ids.shape[1]).float()[:, None]
+        if self.change == "mean of a table":  # which the next step may read
+            self.cache.copy_(self.table(ids).detach().mean())
         x = first = self.table(ids) + (self.position.weight[: ids.shape[1]] if self.change == "reads a table" else 0)
         for i, layer in enumerate(self.layers if self.change != "backwards" else list(self.layers)[::-1]):
             assert layer.in_features == 8  # a plain attribute, which stands on every stage
@@ -216,6 +221,7 @@ class Within(nn.Linear):  # it recomputes itself, as layers of transformers 4.57
     *((lambda given=given: Words(*given), "in a row they return other values than the model")
       for given in (("residual of a norm",), ("long residual in training", Attends))),
     (lambda: Words("counts layers"), "forward gives the buffer calls a value that some stages can't compute"),
+    (lambda: Words("mean of a table"), "forward gives the buffer cache a value that some stages can't compute"),
     (lambda: Words("residual, recomputed"), "calls a layer in torch.utils.checkpoint, .*: pass recompute= to prepare"),
     (lambda: Words("a hole"), r"layers holds \['0', '1', '2', '3'\]: name 4 layers from 0 on, none of them None"),
     (lambda: Words("reentrant"), "pass recompute= to prepare"), (lambda: Words("raw"), "scale is a parameter"),
@@ -244,6 +250,8 @@ def test_what_the_forward_does_between_layers_is_done_on_the_layers_stage(monkey
     assert alone(Words("", Within))[0](ids).grad_fn is not None
     first, second = alone(Words("reads a table"))
     assert ["position.weight" in dict(stage.named_parameters()) for stage in (first, second)] == [True, False]
+    first, second = alone(model := Words("lazy"))
+    assert model.cache is first.cache is second.cache is None
     assert len(alone(Words("counts in place"))) == 2  # each rank has its own buffer
     assert len(alone(Words("at most six tokens"), example=torch.zeros(1, 6, dtype=torch.long))) == 2
     (model := Words("counts")).layers[1].eval()
