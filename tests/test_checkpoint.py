@@ -471,6 +471,15 @@ def check_left_out(path: str) -> None:
     left += [f"optimizer/momentum_buffer/{name}" for name in slots if not ("same" in name and "weight" in name)]
     assert found.unexpected_keys == left
     assert torch.equal(new[f"same{me}"].weight, old[f"same{me}"].weight)
+    wide = new.bfloat16()
+    optimizer = AdamW(wide, lr=0.1)
+    sum(p.float().square().sum() for p in wide.parameters()).backward()
+    optimizer.step()
+    before = {p: dict(optimizer.state[p]) for p in wide[f"new{me}"].parameters()} if me else {}
+    save(path, old, AdamW(old), mesh=on, step=3)
+    load(path, wide, optimizer, mesh=on, strict=False, cast=True)
+    assert all(optimizer.state[p] == state for p, state in before.items()), "also the float32 master weight"
+    save(path, old, mesh=on, step=3)
     strict = load(path, old, mesh=on)
     assert strict.missing_keys == strict.unexpected_keys == []
 

@@ -55,6 +55,7 @@ class _Plan:
     masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     state: dict[nn.Parameter, dict[str, Tensor]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)  # of this rank's optimizer
+    kept: set[nn.Parameter] = field(default_factory=set)  # the checkpoint lacks them: they keep their optimizer state
     lies: list[list[int]] = field(default_factory=list)  # in which groups of the checkpoint each lies; -1: in none
     options: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -214,6 +215,8 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
         if name in group_of and manifest.optimizer[group_of[name]]["options"].get("amsgrad"):
             needed.add("max_exp_avg_sq")  # which its step reads
         of = slots.get(name, {})
+        if f"model/{name}" not in manifest.tensors and not of:
+            plan.kept.add(parameter)
         stepped = any(not slot.startswith("outer_") for slot in of)  # else a merge alone moved it
         plan.missing += [f"optimizer/{slot}/{name}" for slot in sorted(needed - of.keys()) if stepped]
         for slot, entry in of.items():
@@ -386,7 +389,8 @@ def _read(plan: _Plan, optimizer: torch.optim.Optimizer | None) -> None:
                 old.fill_(value)
             else:
                 group[name] = tuple(value) if isinstance(old, tuple) else value
-    optimizer.state.clear()
+    for parameter in optimizer.state.keys() - plan.kept:
+        del optimizer.state[parameter]
     for parameter in plan.state.keys() | plan.masters.keys():
         kept = {"master": plan.masters[parameter]} if parameter in plan.masters else {}
         optimizer.state[parameter] = {**plan.state.get(parameter, {}), **kept}
