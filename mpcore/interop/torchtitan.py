@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -42,16 +43,16 @@ def load_torchtitan(model: nn.Module, folder: str | os.PathLike[str], head_dim: 
         head_dim: the size of one attention head.
 
     Raises:
-        ValueError: on every rank, if the folder's tensors are not those of the model, or hold NaN, tied weights differ,
-            `head_dim` is not that of the model's config, or ZeRO has sharded the model already.
+        ValueError: on every rank, if a rank can't read the folder, its tensors are not those of the model, or hold NaN,
+            tied weights differ, `head_dim` is not that of the model's config, or ZeRO has sharded the model already.
     """
-    state, stored = dcp_state_dict(model, mesh), dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    names: dict[str, str] = {}
-    for name in state:
-        new = _replace(name, _PARTS)
-        names[name] = new if new in stored else _replace(new, _BEFORE_2026)
+    state, names = dcp_state_dict(model, mesh), dict[str, str]()
 
-    def check() -> None:
+    def check() -> dict[str, Any]:
+        stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        for name in state:
+            new = _replace(name, _PARTS)
+            names[name] = new if new in stored else _replace(new, _BEFORE_2026)
         own = getattr(getattr(model, "config", None), "head_dim", None) or head_dim
         if own != head_dim:
             raise ValueError(f"head_dim {head_dim} is not the {own} of the model's config: give {own}")
@@ -71,6 +72,7 @@ def load_torchtitan(model: nn.Module, folder: str | os.PathLike[str], head_dim: 
                     f"{folder} has {len(tied)} different tensors for {' and '.join(tied)}, which are one in this "
                     f"{type(model).__name__}: make the model with tie_word_embeddings=False"
                 )
+        return stored
 
     def check_others(of_ranks: list[list[str]]) -> None:
         known = set().union(*of_ranks)
@@ -82,7 +84,7 @@ def load_torchtitan(model: nn.Module, folder: str | os.PathLike[str], head_dim: 
         dcp.load({names[name]: tensor for name, tensor in state.items()}, checkpoint_id=folder, no_dist=True)
         check_finite(((name, p, True) for name, p in model.named_parameters()), str(folder))
 
-    together(mesh.world, check)
+    stored = together(mesh.world, check)
     merged(mesh.world, lambda: [*names.values()], check_others)
     together(mesh.world, read)
     for name, p in model.named_parameters():

@@ -352,6 +352,8 @@ def test_a_checkpoint_of_torchtitan_loads_by_name(old: bool) -> None:
         mp.parallelize(model, tp=on.tp, check=False)
         with pytest.raises(ValueError, match="head_dim 4 is not the 8"):
             load_torchtitan(model, folder, 4, on)
+        with pytest.raises(ValueError, match="No such file or directory"):
+            load_torchtitan(model, folder if on.tp.rank else f"{folder}/none", 8, on)
         for other, words in (
             ({"num_hidden_layers": 1}, "has 9 more tensors, such as layers.1.*: make the model as large"),
             ({"vocab_size": 14}, r"has tok_embeddings.weight of shape torch.Size\(\[12, 32\]\), and .* has \(14, 32\)"),
