@@ -50,6 +50,14 @@ def checked(entry: dict, mesh: Mesh = FIRST, replicas: int = 0, speed: int = 0, 
     return found.after({"step": 4, "loss": 1.0, "grad_norm": 1.0, **entry}, samples, run, stragglers)
 
 
+def test_ranks_tell_the_same_spike_after_a_restart():
+    """Rank 0 alone has the records of the steps before."""
+    before = [{"step": step, "loss": 2.0} for step in range(20)]
+    first, second = simulate(lambda mesh: checked({"loss": 9.0}, mesh, before=before[: 20 * (not mesh.dp.rank)]), dp=2)
+    assert first == second
+    assert "loss 9 is a spike" in first[0]
+
+
 def test_a_step_that_is_not_finite_is_told_with_whose_it_is(tmp_path):
     said = "step 4: the loss or the gradient is not finite, the step was skipped on all ranks"
     for bad in ({"loss": math.nan}, {"grad_norm": math.inf}):

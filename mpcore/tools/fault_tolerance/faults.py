@@ -40,7 +40,9 @@ class Faults:
             self.skips.row = self.skips.row + 1 if None in (entry["loss"], entry.get("grad_norm", 0.0)) else 0
             if entry["loss"] is not None:
                 self.spikes.score(entry["loss"])
-        self.skips.row = exchange(None, self.skips.row, mesh.world.group, lambda rows: rows[0])  # all ranks raise
+        mine = self.skips.row, [*self.spikes.before]  # all ranks raise and report the same
+        self.skips.row, before = exchange(None, mine, mesh.world.group, lambda of_ranks: of_ranks[0])
+        self.spikes.before.extend(before if mesh.world.rank else ())
 
     def after(self, entry: dict[str, Any], samples: range, run: Run, stragglers: Stragglers) -> list[str]:
         """Check a step.
