@@ -16,7 +16,7 @@ from mpcore import from_pretrained, full_state_dict, parallelize, suggest_plan
 from mpcore.interop.hugging_face import hf_tensors, pretrained, save_pretrained
 from mpcore.interop.lora import add_lora
 from mpcore.parallel import shard_data_parallel
-from tests.pool import mesh
+from tests.pool import RankError, mesh
 from tests.quick import some
 
 hf = pytest.importorskip("transformers", minversion="5")
@@ -243,7 +243,53 @@ def untied():
     return model
 
 
+def half_nan(model):
+    with torch.no_grad():
+        model.transformer.wte.weight[0] = torch.nan
+    return model
+
+
+def two_values(mesh, folder, own):
+    """A tied table that differs between the stages: of a cut model, or of one that was cut by hand."""
+    model = quiet_build("gpt2")
+    (model,) = [model] if own else mp.pipeline_stages(model, mesh, micro_batches=2).stages
+    with torch.no_grad():
+        if own and mesh.pp.rank:
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
+            del model.transformer.wte, model.transformer.wpe, model.transformer.h[0]
+            model.transformer.h = torch.nn.ModuleDict({"1": model.transformer.h[0]})
+        elif own:
+            del model.lm_head, model.transformer.ln_f, model.transformer.h[1]
+        elif mesh.pp.rank:
+            model.lm_head.weight.add_(1)
+    save_pretrained(model, folder, mesh)
+
+
+def overflows(mesh, folder):
+    """An adapter whose product is beyond float16; the ranks go on together after each error."""
+    model = add_lora(parallelize(quiet_build("llama").half(), tp=mesh.tp, check=False), targets="1.self_attn.q_proj")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.lora_A.weight.fill_(500)
+        model.model.layers[1].self_attn.q_proj.lora_B.weight.fill_(500)
+    for call in (lambda: save_pretrained(model, folder, mesh), lambda: [*hf_tensors(model, mesh, every_rank=True)]):
+        with pytest.raises(ValueError, match=r"layers.1.self_attn.q_proj.weight .* beyond the 65504 of torch.float16"):
+            call()
+
+
+def test_an_adapter_that_overflows_is_not_written(tmp_path):
+    mp.simulate(overflows, tmp_path / "new", tp=2)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["cut", "own stages"])
+def test_two_values_of_a_tied_weight_on_two_stages_are_not_written(tmp_path, own):
+    with pytest.raises(RankError, match=r"lm_head.weight isn't transformer.wte.weight \(ranks 0 and 1\)"):
+        mp.simulate(two_values, tmp_path, own, pp=2)
+    assert not os.listdir(tmp_path)
+
+
 @pytest.mark.parametrize(("make", "match"), [
+    (lambda: half_nan(untied()), r"transformer.wte.weight \(66, 48\) holds NaN"),
     (untied, r"lm_head.weight isn't transformer.wte.weight: set tie_word_embeddings=False"),
     (lambda: torch.nn.Linear(2, 2), "Linear is no model of transformers: save a model of your own with"),
     (grown, r"config has no \['extra.bias', 'extra.weight'\]"),

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import mpcore as mp
-from mpcore.interop.lora import adapters, add_lora, load_lora, merge_lora, save_lora
+from mpcore.interop.lora import adapters, add_lora, load_lora, merge_lora, merged_state_dict, save_lora
 from tests.forked import Forked
 
 
@@ -105,6 +105,18 @@ def test_values_are_loaded_into_the_same_adapters_alone(tmp_path):
     for model in (add_lora(net(), 2, 7, ("0", "2")), add_lora(net(), 2, 6, "0")):
         with pytest.raises(ValueError, match=r"load it into the model without adapters|in one of them alone"):
             load_lora(model, folder)
+
+
+def test_an_adapter_that_overflows_the_weight_is_not_merged():
+    model = add_lora(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half(), targets=("0", "1"))
+    with torch.no_grad():
+        model[0].lora_B.weight.fill_(0.1)
+        model[1].lora_A.weight.fill_(500)
+        model[1].lora_B.weight.fill_(500)
+    for merge in (merged_state_dict, merge_lora):
+        with pytest.raises(ValueError, match=r"1.weight \(4, 4\) with its adapter .* beyond the 65504 of"):
+            merge(model)
+    assert torch.equal(model[0].weight, model[0].weight.clamp(-0.5, 0.5))  # as it was
 
 
 def test_what_adapters_of_experts_refuse(tmp_path):

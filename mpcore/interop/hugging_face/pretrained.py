@@ -20,11 +20,19 @@ from mpcore.checkpoint.tensor_file import host_memory
 from mpcore.interop.hugging_face.boxes import pieces as pieces_of
 from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, stored_names, stored_tensors
 from mpcore.interop.hugging_face.writing import SHARD_BYTES, check_new, new_folder, write_weights
-from mpcore.interop.lora.adapters import FACTORS, adapters_of, factor_names, factor_prefix, weight_with
+from mpcore.interop.lora.adapters import (
+    FACTORS,
+    adapters_of,
+    check_merged,
+    factor_names,
+    factor_prefix,
+    weight_with,
+)
 from mpcore.interop.lora.layers import is_transposed
 from mpcore.mesh.agreement import merged, together
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.pipeline.partition import join_stages
+from mpcore.sharding.cross_replica_hash import cross_replica_hash
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.declare import check_lies_on
 from mpcore.sharding.local import reshard
@@ -39,11 +47,15 @@ _Sent = tuple[  # the model's tensors, each with the ranks that send it, and the
 
 
 class _Owned(NamedTuple):
-    """What a rank holds: by name dtype, shape and the boxes that it sends; scale, orientation, prefix of adapters."""
+    """What a rank holds, by name: dtype, shape and the boxes that it sends; scale, orientation and prefix of adapters.
+
+    `tied` has start, shape and hash of each box of the weights that the config ties to another.
+    """
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...], Boxes]]
     adapters: dict[str, tuple[float, bool, str]]
     factors: set[str]
+    tied: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]
 
 
 def save_pretrained(
@@ -69,8 +81,9 @@ def save_pretrained(
     Raises:
         ValueError: on every rank and before anything is written, if the model is not one of transformers, the ranks
             together have other tensors than its config says, a weight is NaN or infinite, two weights differ that the
-            config ties, or the folder isn't empty.
-            Also on every rank if the folder can't be written; no partial folder is left.
+            config ties, also on two pipeline stages, or the folder isn't empty.
+            Also on every rank if the folder can't be written, or a weight overflows with its adapter merged; no partial
+            folder is left.
 
     Note:
         - Adapters of `add_lora` are merged into the weights that are written; the model keeps them. `save_lora` writes
@@ -88,13 +101,12 @@ def save_pretrained(
         ['config.json', 'generation_config.json', 'model.safetensors']
     """
     folder = Path(folder)
-    stage, likes, tensors = _hf_tensors(model, mesh, lambda: check_new(folder), f"{folder} isn't written", False)
+    stage, dense, likes, tensors = _hf_tensors(model, mesh, lambda: check_new(folder), f"{folder} isn't written", False)
 
     def write() -> None:
         try:
             if mesh.world.rank == 0:
                 with new_folder(folder) as new:
-                    dense = dense_shape(stage)
                     dense.config.architectures = [type(dense).__name__]
                     dense.config.save_pretrained(new)
                     if stage.can_generate():
@@ -126,7 +138,8 @@ def hf_tensors(
         The name and the full tensor. Without sharding it may share the model's memory: don't write to it.
 
     Raises:
-        ValueError: as `save_pretrained`, on every rank and before the first tensor.
+        ValueError: as `save_pretrained`, on every rank and before the first tensor. On the ranks that yield tensors, if
+            a weight overflows with its adapter merged.
 
     Note:
         - Memory: one full tensor, or all experts of a layer if an architecture stores each apart. The caller's last
@@ -140,13 +153,13 @@ def hf_tensors(
         >>> dict(hf_tensors(model))["lm_head.weight"].shape
         torch.Size([8, 8])
     """
-    return _hf_tensors(model, mesh, lambda: None, "no tensor is sent", every_rank)[2]
+    return _hf_tensors(model, mesh, lambda: None, "no tensor is sent", every_rank)[3]
 
 
 def _hf_tensors(
     model: nn.Module | Sequence[nn.Module], mesh: Mesh, check: Callable[[], None], otherwise: str, every_rank: bool
-) -> tuple[Any, dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
-    """Return a stage with its config, the file tensors on the meta device, and the generator of full tensors."""
+) -> tuple[Any, Any, dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
+    """Return a stage, the unsharded model and the file tensors on the meta device, and the full tensors' generator."""
     check_mesh(mesh)
     stages = [getattr(stage, "_orig_mod", stage) for stage in ([model] if isinstance(model, nn.Module) else model)]
     whole = stages[0] if len(stages) == 1 else join_stages(stages)
@@ -166,17 +179,17 @@ def _hf_tensors(
         held.update({item.name.removeprefix("model/"): item for item in held_by_model(whole, mesh)})
         for first, *others in all_names(whole):  # also those that were tied after the model was made
             held.update(dict.fromkeys(others, held[first]) if first in held else {})
-        for first, name in ((first, name) for first, *others in all_names(dense) for name in others):
-            pair = [held[each] for each in (first, name) if each in held]
-            if len({*map(id, pair)}) == 2 and not torch.equal(pair[0].tensor, pair[1].tensor):
-                raise ValueError(f"{name} isn't {first}: set tie_word_embeddings=False in the config of the model")
         weights = {name for name, _ in whole.named_parameters()}
         check_finite(((name, x.tensor, name in weights) for name, x in held.items()), otherwise)
         boxes = {name: [(box.start, box.shape) for box in x.boxes if box.owned] for name, x in held.items()}
         tensors = {name: (x.tensor.dtype, x.shape, boxes[name]) for name, x in held.items()}
         layers = adapters_of(whole).items()
         adapters = {name: (x.scaling, is_transposed(x), factor_prefix(name, x)) for name, x in layers}
-        return _Owned(tensors, adapters, factor_names(whole))
+        tied: dict[str, Any] = {}
+        for names in ([name for name in each if name in held] for each in all_names(dense) if len(each) > 1):
+            if mesh.pp.size > 1 or len({id(held[name]) for name in names}) > 1:
+                tied |= {name: _hashes(held[name]) for name in names}
+        return _Owned(tensors, adapters, factor_names(whole), tied)
 
     def plan(found: list[_Owned]) -> list[_Sent]:
         check()
@@ -184,6 +197,19 @@ def _hf_tensors(
         held = [(n, x) for each in owned for n, x in each.tensors.items() if n not in each.factors]
         state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape, _) in held}
         groups.extend(stored_groups(dense, saved_state(dense, state)))
+        for first, *others in all_names(dense):
+            seen: dict[Any, tuple[int, str, int]] = {}
+            boxes = [
+                (rank, n, x) for rank, of in enumerate(owned) for n in (first, *others) for x in of.tied.get(n, ())
+            ]
+            for rank, name, (start, shape, value) in boxes:
+                other, before, wanted = seen.setdefault((*start, *shape), (rank, name, value))
+                if value != wanted:
+                    where = f" (ranks {other} and {rank})" if other != rank else ""
+                    raise ValueError(
+                        f"{others[0] if name == before else name} isn't {before}{where}: set tie_word_embeddings=False "
+                        f"in the config of the model, or give both one value"
+                    )
         first = {name: names[0] for names in all_names(dense) for name in names}
         order: list[_Sent] = []
         for group in groups:
@@ -217,14 +243,26 @@ def _hf_tensors(
                 elif made:
                     yield key, made.pop(key)
 
+    merges = {key for sent, files in order for key, *_ in files if any(FACTORS[0] in name for name, _ in sent)}
+
     def finished(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         try:
-            yield from iter(lambda: next(tensors, None), None)  # pyright: ignore[reportReturnType]
+            for key, x in tensors:
+                if key in merges:
+                    check_merged(key, x)
+                yield key, x
+                del x
         finally:
             for _ in tensors:  # the other ranks wait until their tensors are received
                 pass
 
-    return stages[0], likes, finished(stream())
+    return stages[0], dense, likes, finished(stream())
+
+
+@torch.no_grad()
+def _hashes(held: LocalTensor) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Return start, shape and hash of each box. Both zeros have one hash."""
+    return [(box.start, box.shape, int(cross_replica_hash(box.of(held.tensor) + 0.0))) for box in held.boxes]
 
 
 def saved_state(dense: Any, held: Mapping[str, Tensor]) -> dict[str, Tensor]:

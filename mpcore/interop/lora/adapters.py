@@ -164,8 +164,8 @@ def merge_lora(model: nn.Module) -> nn.Module:
     classes back. The parameters stay frozen.
 
     Raises:
-        ValueError: before anything changes, if there are no adapters, or if parameters are sharded over the data ranks.
-            For a sharded model, call `merged_state_dict`.
+        ValueError: before anything changes, if there are no adapters, if parameters are sharded over the data ranks,
+            or if a merged weight of this rank overflows, as in float16. For a sharded model, call `merged_state_dict`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4))
@@ -181,12 +181,16 @@ def merge_lora(model: nn.Module) -> nn.Module:
                 f"merge_lora in a model that load_lora read the file into"
             )
     owners = {child: module for module in model.modules() for child in module.children()}
-    for layer in layers.values():
-        grouped = isinstance(layer, GroupedAdapter)
-        owner: Any = owners[layer] if grouped else layer
-        weight = owner.get_parameter(layer.leaf if grouped else "weight")
+    weights = {
+        layer: owners[layer].get_parameter(layer.leaf) if isinstance(layer, GroupedAdapter)
+        else layer.get_parameter("weight") for layer in layers.values()
+    }  # fmt: skip
+    for name, layer in layers.items():
+        check_merged(weight_name(name, layer), layer.merged_weight(weights[layer]))
+    for layer, weight in weights.items():
         weight.copy_(layer.merged_weight(weight))
-        if grouped:
+        if isinstance(layer, GroupedAdapter):
+            owner: Any = owners[layer]
             delattr(owner, f"{layer.leaf}{_CHILD}")
             if not any(isinstance(child, GroupedAdapter) for child in owner.children()):
                 owner.__class__ = owner.kind
@@ -211,7 +215,7 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
         The full tensors, by the names that the model had before `add_lora` (see `full_state_dict`).
 
     Raises:
-        ValueError: if there are no adapters, or a parameter is offloaded.
+        ValueError: if there are no adapters, a parameter is offloaded, or a merged weight overflows, as in float16.
 
     Example:
         >>> model = mpcore.interop.lora.add_lora(nn.Sequential(mpcore.ColumnParallelLinear(4, 8)), targets="0")
@@ -223,9 +227,19 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
         weight = state[weight_name(name, layer)]
         a, b = (state[f"{name}.{leaf}.weight".lstrip(".")] for leaf in FACTORS)
         weight.copy_(weight_with(weight, a, b, layer.scaling, is_transposed(layer)))
+        check_merged(weight_name(name, layer), weight)
     for name in factor_names(model):
         del state[name]
     return state
+
+
+def check_merged(name: str, weight: Tensor) -> None:
+    """Raise ValueError if a weight with its adapter merged holds NaN or infinity."""
+    if not weight.isfinite().all():
+        raise ValueError(
+            f"{name} {tuple(weight.shape)} with its adapter holds NaN or values beyond the "
+            f"{torch.finfo(weight.dtype).max:g} of {weight.dtype}: merge it into a model in float32, or call save_lora"
+        )
 
 
 def factor_names(model: nn.Module) -> set[str]:

@@ -143,7 +143,6 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     def read() -> tuple[dict[str, Any], TensorFile, dict[str, dict[str, str]], dict[str, str]]:
         _refuse_grouped({name: layer for name, layer in named_modules(model) if isinstance(layer, GroupedAdapter)})
         config, file = _read_config(folder / CONFIG), TensorFile(folder / TENSORS)
-        check_finite(((key, file.whole(key), True) for key in file.header), str(file.path))
         modules, tied = config["modules_to_save"], [names for names in all_names(model) if len(names) > 1]
         if config["ensure_weight_tying"]:  # PEFT then writes a tied weight under each of its names
             modules += [name.rpartition(".")[0] for names in tied for name in names
@@ -153,8 +152,9 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
             if name in keys:
                 _check(name, layer, file, keys[name], config)
         places = extra | {f"{name}.{leaf}.weight": key for name, pair in keys.items() for leaf, key in pair.items()}
-        for name in places.keys() & tensors.keys():  # 16 bits may be too narrow
-            check_finite([(name, file.whole(places[name]).to(tensors[name][0].dtype), True)], str(file.path))
+        dtypes = {key: tensors[name][0].dtype for name, key in places.items() if name in tensors}
+        for key in file.header:  # 16 bits may be too narrow
+            check_finite([(key, file.whole(key).to(dtypes.get(key)), True)], str(file.path))
         for name, (x, sharding) in tensors.items():
             shape = tuple(file.header[extra[name]]["shape"]) if name in extra else None
             needed = _in_modules(name, modules) or (x.requires_grad and bool(ours) and name not in ours)
