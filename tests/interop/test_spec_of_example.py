@@ -248,6 +248,10 @@ def test_pitfall_16_17_a_checkpoint_of_any_layout_exports(ranks, folders, tmp_pa
         assert file.metadata() == {"format": "pt"}  # transformers 4 refuses a file that doesn't say so (mlx #743)
     assert sorted(p.name for p in back.iterdir()) == ["config.json", "generation_config.json", "model.safetensors",
                                                       "tokenizer.json"]  # fmt: skip
+    carried = import_hf(folders[name], tmp_path / "carried")
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    other = export_hf(carried, tmp_path / "other", tokenizer=tmp_path / "tokenizer.json")
+    assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in back.iterdir())
     half = export_hf(tmp_path / "step", tmp_path / "half", dtype=torch.bfloat16)
     bias = "e_score_correction_bias"  # moves by steps that bfloat16 loses
     same_tensors(tensors_of(half), {k: t if k.endswith(bias) else t.bfloat16() for k, t in tensors_of(back).items()})

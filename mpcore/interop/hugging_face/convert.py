@@ -19,7 +19,13 @@ from mpcore.checkpoint.saving import write_beside
 from mpcore.checkpoint.tensor_file import Files, host_memory
 from mpcore.interop.hugging_face.architectures import LENGTH
 from mpcore.interop.hugging_face.config import ModelSpec, config_to_hf
-from mpcore.interop.hugging_face.extra_files import FOLDER, carried_by_checkpoint, carried_by_hf, tokenizer_files
+from mpcore.interop.hugging_face.extra_files import (
+    FOLDER,
+    GENERATION,
+    carried_by_checkpoint,
+    carried_by_hf,
+    tokenizer_files,
+)
 from mpcore.interop.hugging_face.folder import ROUTER_BIAS, ROUTER_STATISTICS, Part, Source, open_hf, parts_of
 from mpcore.interop.hugging_face.writing import (
     SHARD_BYTES,
@@ -92,19 +98,19 @@ def import_hf(
         ValueError: if `folder` can't be read, or a value is NaN or infinite in `dtype`. No partial checkpoint is left.
     """
     source, path = open_hf(folder, spec=spec), Path(path)
-    pieces: dict[str, tuple[Entry, Chunk]] = {}
+    pieces: dict[str, tuple[str, Entry, Chunk]] = {}
     likes: dict[str, Tensor] = {}
     for name, entry in source.entries.items():
         for chunk in entry.chunks:
             key = name if chunk.shape == entry.shape else f"{name}@{','.join(map(str, chunk.start))}"
-            pieces[key] = entry, chunk
+            pieces[key] = name, entry, chunk
             likes[key] = torch.empty(chunk.shape, dtype=_written_as(name, entry, dtype), device="meta")
     held: list[Chunk] = []
 
     def read(key: str) -> Tensor:
         while held:
             source.forget(held.pop())
-        entry, chunk = pieces[key]
+        _, entry, chunk = pieces[key]
         tensor, like = source.tensor(entry, chunk), likes[key]
         held.append(chunk)
         if tensor.dtype != like.dtype or not tensor.is_contiguous():
@@ -116,8 +122,8 @@ def import_hf(
         files, where = write_files(new, likes, read, shard_bytes, lambda i, n: f"model-{i:05d}.safetensors")
         chunks: dict[str, list[Chunk]] = {}
         for key, (file, found) in where.items():
-            box = pieces[key][1]
-            chunks.setdefault(key.partition("@")[0], []).append(Chunk(file, key, box.start, box.shape, found))
+            name, _, box = pieces[key]
+            chunks.setdefault(name, []).append(Chunk(file, key, box.start, box.shape, found))
         tensors = {
             f"model/{name}": Entry(entry.shape, dtype_name(_written_as(name, entry, dtype)), tuple(chunks[name]))
             for name, entry in sorted(source.entries.items())
@@ -147,6 +153,7 @@ def export_hf(
         spec: the names and shapes of your model.
         dtype: the floating-point dtype, of 16 bits or more, of the tensors in the folder. None: that of the checkpoint.
         tokenizer: a tokenizer.json, or a folder whose tokenizer files to copy. None: those stored in the checkpoint.
+            The checkpoint's generation_config.json is written in any case, unless the folder has one.
         shard_bytes: the largest size of a file in bytes. A single larger tensor gets a file of its own. If there are
             several files, an index is written.
 
@@ -166,7 +173,8 @@ def export_hf(
     check_new(folder)
     _check_model(manifest, files, {name for name, _, _ in pieces.values()})
     carried = carried_by_checkpoint(path)
-    beside = carried.files if tokenizer is None else tokenizer_files(tokenizer)
+    beside = {n: x for n, x in carried.files.items() if tokenizer is None or n == GENERATION}
+    beside |= {} if tokenizer is None else tokenizer_files(tokenizer)
     values = {**carried.config, **config_to_hf(config, spec=spec, first=first)}
     values["torch_dtype"] = str(next(iter(likes.values())).dtype).removeprefix("torch.")
     if LENGTH in carried.config:

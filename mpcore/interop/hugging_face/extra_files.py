@@ -17,9 +17,10 @@ from mpcore.interop.hugging_face.architectures import TOKENS
 from mpcore.interop.hugging_face.config import read_json
 
 FOLDER = "hugging_face"  # in a checkpoint
+GENERATION = "generation_config.json"
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", GENERATION,
 )  # fmt: skip
 
 
