@@ -93,7 +93,8 @@ class FirstStep(Observer):
         check_same("arguments of forward_backward", given, self.mesh.world)
         shapes = [[*x.shape] for x in leaves(arguments["x"]) if isinstance(x, Tensor)]
         every = gather_objects(shapes, self.mesh.cp.group)
-        together(self.mesh.world, lambda: (run.pipeline.cut(arguments), _check_shards(every)))
+        rows = {getattr(module, "sequence_dim", 1) for module in run.model.modules()} == {1}  # dimension 0 has rows
+        together(self.mesh.world, lambda: (run.pipeline.cut(arguments), _check_shards(every, rows)))
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
         varied = (bool((x != x.flatten()[:1]).any()) for x in map(local_tensor, self.parameters))
@@ -129,11 +130,16 @@ class FirstStep(Observer):
             check_replicas(run.tree, run.mesh, self.half, self.states, CHANGED if self.writes.changed else "")
 
 
-def _check_shards(every: list[list[list[int]]]) -> None:
-    """Raise ValueError if the tokens of x on the ranks of cp are no shards of one sequence."""
+def _check_shards(every: list[list[list[int]]], rows: bool) -> None:
+    """Raise ValueError if the tokens of x on the ranks of cp are no shards of one sequence, or `rows` differ."""
     for shapes in zip(*every, strict=False):
-        for sizes in zip(*shapes, strict=False):
+        for dim, sizes in enumerate(zip(*shapes, strict=False)):
             shards = shard_sizes(sum(sizes), len(sizes))
+            if len({*sizes}) > 1 and (0 in sizes or (rows and dim == 0 < len(shapes[0]) - 1)):
+                raise ValueError(
+                    f"x has the sizes {[*sizes]} in dimension {dim} on the ranks of cp: give all ranks the same rows, "
+                    f"of at least {len(sizes)} tokens, and each its part, shard_sequence(x, mesh.cp, context)"
+                )
             if len({*sizes}) > 1 and [*sizes] != shards:
                 raise ValueError(
                     f"the ranks of cp have {[*sizes]} tokens of x, and {shards} are the shards of {sum(sizes)}: give "

@@ -67,10 +67,10 @@ def unequal_messages(mesh: mp.Mesh) -> None:
     dist.all_to_all_single(torch.empty(4), torch.empty(4), [2, 2], [[1, 3], [2, 2]][mesh.dp.rank], group=mesh.dp.group)
 
 
-def unequal_shards(mesh: mp.Mesh) -> None:
+def unequal_shards(mesh: mp.Mesh, *shapes: tuple[int, int]) -> None:
     model = mp.ParallelAttention(4, 2, cp=mesh.cp, context="ring")
     run = mp.prepare(model, mesh, blocks=[], loss=nn.MSELoss(reduction="sum"), optimizer=mp.AdamW, initialize=False)
-    run.forward_backward(*[torch.ones(1, 4 - 2 * mesh.cp.rank, 4)] * 2)
+    run.forward_backward(*[torch.ones(*shapes[mesh.cp.rank], 4)] * 2)
 
 
 def without_positions(layer: Callable[[Axis], nn.Module], mesh: mp.Mesh) -> None:
@@ -216,7 +216,15 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"virtual degree 2 with torch.bfloat16: take float32 or float64": (
         ValueError, lambda: verify(nn.Linear, {"x": torch.ones(1)}, [], dtype=torch.bfloat16, virtual=2)
     ),
-    r"ranks of cp have \[4, 2\] tokens of x, and \[3, 3\]": (Exception, lambda: mp.simulate(unequal_shards, cp=2)),
+    r"ranks of cp have \[4, 2\] tokens of x, and \[3, 3\]": (
+        Exception, lambda: mp.simulate(unequal_shards, (1, 4), (1, 2), cp=2)
+    ),
+    r"sizes \[2, 1\] in dimension 0 on the ranks of cp: give": (
+        Exception, lambda: mp.simulate(unequal_shards, (2, 4), (1, 4), cp=2)
+    ),
+    r"sizes \[1, 0\] in dimension 1 .* the same rows, of at least 2 tokens": (
+        Exception, lambda: mp.simulate(unequal_shards, (1, 1), (1, 0), cp=2)
+    ),
     **{words: (Exception, partial(mp.simulate, partial(without_positions, of), cp=2)) for words, of in PLACED.items()},
     r"length 10 is not a multiple of the unit 4": (ValueError, lambda: collectives.shard_sizes(10, 2, 4)),
     r"tp axis of size 2 has no process group": (
