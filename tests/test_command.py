@@ -37,7 +37,7 @@ def test_help_imports_no_torch():
     "verify nowhere:build", "plan nowhere:build --world 4", "memory nowhere:build", "ledger nowhere:build",
     "schedule --schedule 1f2b", "checkpoint inspect nowhere", "convert examples.gpt.hf:SPEC --from-hf nowhere --to x",
     "explain nowhere", "replay nowhere --step 1", "preflight -- nowhere:build", "doctor --prot 1",
-    "from-config nowhere", "coordinate-check nowhere:build", "replay-workers nowhere",
+    "doctor --port 80000", "from-config nowhere", "coordinate-check nowhere:build", "replay-workers nowhere",
 ])  # fmt: skip
 def test_a_command_that_cannot_run_says_so_in_one_line_and_ends_with_2(words, capsys):
     try:

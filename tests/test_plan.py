@@ -182,6 +182,7 @@ def test_the_command_prints_what_fits_and_draws_it(tmp_path, capsys):
     (["--world", "4", "--memory", "1e-9"], "no layout fits"), (["--world", "4", "--tp", "3"], "no mesh of these sizes"),
     (["--world", "4", "--refuse"], "no layout could be counted: "), (["--world", "4", "--vary", "zero"], "of the form"),
     (["--world", "4", "--tp", "0"], "argument --tp: 0 is smaller"), (["--world", "4", "--vary", "ep=1,2"], "--ep 1,2"),
+    (["--world", "4", "--top", "0"], "argument --top: 0 is smaller"),
     (["--world", "4", "--out", "plan.json"], "--out plan.json is no .png"), ([], "a target and --world are needed"),
     (["--world", "4", "--machine", "b200"], "b200 is none of a100-80"),
     (["--world", "1", "--explain", "2"], "--explain 2"),

@@ -89,7 +89,7 @@ def doctor() -> Parser:
         "definition, and what a launch needs; print the versions and back ends, which belong in every bug report.",
         examples=["mpcore doctor", "TRITON_INTERPRET=1 mpcore doctor --port 29600"],
     )
-    parser.add_argument("--port", type=int, default=PORT, help=f"the port that a launch meets at ({PORT})")
+    parser.add_argument("--port", type=_port, default=PORT, help=f"the port that a launch meets at ({PORT})")
     return parser
 
 
@@ -297,7 +297,7 @@ def plan(argv: Sequence[str] = ()) -> Parser:
         add(f"--{name.replace('_', '-')}", type=_sizes, metavar="N,N", help=texts.get(name, other))
     add("--vary", action="append", default=[], metavar="FLAG=V,V", help="values of a flag to try; also on, off")
     add("--wide", action="store_true", help=f"vary flags of examples.gpt: {' '.join(WIDE)}; overlap of rows shown")
-    add("--top", type=int, default=20, help="lines to print (20)")
+    add("--top", type=_positive, default=20, help="lines to print (20)")
     add("--explain", type=int, metavar="ROW", help="print only where the time and the memory of a row go")
     add("--unfused", action="store_true", help="attention is written out: its scores are in memory")
     add("--cpu", action="store_true", help="count the operators of a CPU instead of a GPU's kernels")
@@ -314,10 +314,19 @@ def parse_target(parser: Callable[[Sequence[str]], Parser], argv: Sequence[str] 
 
 
 def _sizes(text: str) -> list[int]:
-    sizes = [int(size) for size in text.split(",")]
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{min(sizes)} is smaller than 1")
-    return sizes
+    return [_positive(size) for size in text.split(",")]
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is smaller than 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text} is no port from 1 to 65535")
+    return int(text)
 
 
 def _names(text: str) -> list[str]:
