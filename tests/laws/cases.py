@@ -35,9 +35,11 @@ from mpcore.experimental import (
 )
 from mpcore.layers.attention.documents import document_ends
 from mpcore.parallel.precision import convert_to_fp8
+from tests.oracles.gpt import words as draws
 
 B, T, D, FF, V, H, K = 8, 12, 8, 16, 12, 4, 4  # samples, tokens, model width, hidden width, vocabulary, heads, head dim
 RANK, ALPHA = 2, 4.0  # of LoRA
+DROPOUT = 0.3
 Params = Mapping[str, Tensor]
 Truth = Callable[[Params, Tensor], Tensor]
 
@@ -58,11 +60,12 @@ class Case:
         stages: the number of pipeline stages; each has the layer that `build(stage=number, ..)` makes.
         tolerance: the largest relative error. In FP8 the smallest entries of a block are rounded more coarsely where
             the block is larger, with the tokens of other ranks.
+        draws: whether the layer takes the numbers of the samples, for dropout; the formula then does so too.
         refuses: the features that this layer or mesh refuses.
     """
 
     build: Callable[..., nn.Module]
-    truth: Truth
+    truth: Callable[..., Tensor]
     takes: str = "sequence"
     gives: str = "sequence"
     mesh: Mapping[str, int] = field(default_factory=lambda: {"tp": 2, "dp": 2})
@@ -70,6 +73,7 @@ class Case:
     context: str = ""
     stages: int = 1
     tolerance: float = 1e-10
+    draws: bool = False
     refuses: tuple[str, ...] = ()
 
 
@@ -79,6 +83,12 @@ class Stages(nn.Sequential):
     def __init__(self, case: Case, mesh: mp.Mesh | None, **on: Any) -> None:
         own = range(case.stages) if mesh is None else [mesh.pp.rank]
         super().__init__(OrderedDict((str(stage), case.build(stage=stage, **on)) for stage in own))
+
+    def forward(self, x: Tensor, *samples: Tensor | None) -> Tensor:
+        """[B, T, D] -> [B, T, ..]."""
+        for layer in self:
+            x = layer(x, *samples)
+        return x
 
 
 class Block(nn.Module):
@@ -100,16 +110,16 @@ class Block(nn.Module):
         self.takes, self.gives = case.takes, case.gives
         shards = self.tp.size if self.sequence_parallel and case.takes == "sequence" else 1
         shards *= mesh.cp.size if mesh is not None and case.context else 1
-        self.layer.input_shape = (1, T // shards, D)
+        self.layer.input_shape, self.layer.draws = (1, T // shards, D), case.draws
         self.sometimes: nn.Parameter | None = None  # [D, D], multiplies the input in the first step alone
         self.again: nn.Parameter | None = None  # the scale once more
         self.step = 0
         if self.sequence_parallel and self.takes == "sequence" and self.first:
             mp.add_partial(self, "scale", self.tp)  # it multiplies this rank's tokens alone
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, ..]."""
-        y = self.layer(self.scaled(x) if self.first else x)
+    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
+        """[B, T, D] -> [B, T, ..]. `samples` [B] are the numbers of the samples, for a layer that draws."""
+        y = self.layer(self.scaled(x) if self.first else x, *[samples] * self.layer.draws)
         if not self.last:
             return y
         if self.gives == "features" or not self.sequence_parallel:
@@ -289,6 +299,37 @@ def _block(p: Params, x: Tensor, mlp: Truth | None = None) -> Tensor:
 
     x = x + _attention()(of("attention"), _norm(of("attention_norm"), x))
     return x + (mlp or _mlp(_swiglu))(of("mlp"), _norm(of("mlp_norm"), x))
+
+
+class Dropped(mp.TransformerBlock):
+    """A block with dropout on what attention and the MLP add."""
+
+    def __init__(self, cp: mp.Axis | None = None, context: str = "ring", **on: Any) -> None:
+        self.cp, self.context = cp or mp.Axis(name="cp"), context
+        attention = mp.ParallelAttention(D, H, head_dim=K, cp=self.cp, context=context, **on)
+        norms = (mp.RMSNorm(D, **on) for _ in range(2))
+        super().__init__(attention, mp.ParallelMLP(D, FF, **on), *norms, dropout=DROPOUT, **on)
+
+    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return super().forward(x, samples=samples, tokens=mp.sequence_index(T, self.cp, self.context))
+
+
+def _dropped(p: Params, x: Tensor, samples: Tensor | None = None, at: str = "layer") -> Tensor:
+    for name, formula in (("attention", _attention()), ("mlp", _mlp(_swiglu))):
+        of = {leaf.removeprefix(f"{name}."): value for leaf, value in p.items() if leaf.startswith(f"{name}.")}
+        y = formula(of, _norm(p, x, f"{name}_norm."))
+        if samples is not None:
+            y = y * (draws(0, f"{at}.{name}_dropout", samples, T, D) >= int(DROPOUT * 2**32)) / (1 - DROPOUT)
+        x = x + y
+    return x
+
+
+def _dropped_twice(p: Params, x: Tensor, samples: Tensor | None = None) -> Tensor:
+    for stage in ("0", "1"):
+        of = {leaf.removeprefix(f"{stage}."): value for leaf, value in p.items() if leaf.startswith(f"{stage}.")}
+        x = _dropped(of, x, samples, f"layer.{stage}")
+    return x
 
 
 def words(x: Tensor) -> Tensor:
@@ -560,6 +601,11 @@ CASES: dict[str, Case] = {
     ),
     "block": Case(_dense, _block),
     "block, in halves": Case(partial(_dense, True), _block, refuses=("invariant",)),
+    "dropout": Case(Dropped, _dropped, draws=True, refuses=("invariant",)),
+    "dropout, zigzag": Case(partial(Dropped, context="zigzag"), _dropped, axes=("tp", "cp"), context="zigzag",
+                            mesh={"tp": 2, "cp": 2}, draws=True, refuses=("invariant",)),
+    "dropout in two stages": Case(lambda stage, **on: Dropped(**on), _dropped_twice, mesh={"pp": 2, "dp": 2}, stages=2,
+                                  draws=True, refuses=("invariant",)),
     "embedding": Case(lambda **on: Embedded(**on), lambda p, x: p["table.weight"][words(x)] * x),
     "tied embedding": Case(Tied, lambda p, x: F.linear(p["table.weight"][words(x)] * x, p["head.weight"]),
                            gives="features", refuses=("LoRA",)),

@@ -102,9 +102,10 @@ def _zero(stage: int) -> Feature:
     return Feature(of_run={"data": mp.Zero(stage)}, kind="data")
 
 
-def _inputs(layer: nn.Module) -> tuple[tuple[Tensor], dict[str, Any]]:
+def _inputs(layer: nn.Module) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """The arguments of a call of a case's layer."""
-    return (torch.empty(layer.input_shape, dtype=torch.float64, device="meta"),), {}
+    x, samples = torch.empty(layer.input_shape, dtype=torch.float64, device="meta"), torch.zeros(1, dtype=torch.int64)
+    return (x, samples.to("meta"))[: 1 + layer.draws], {}
 
 
 def _recompute(**how: Any) -> Feature:

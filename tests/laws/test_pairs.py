@@ -85,7 +85,7 @@ def plain(case: Case, features: Sequence[Feature], clip: Clip = lambda p, x: {})
                 y = case.truth(read, 3 * x * scale)
             steps += [squares(y, draw("target", *y.shape)).item() / y.numel()]
         scaled = (x @ params["sometimes"] if "sometimes" in params and step == 0 else x) * scale
-        y = case.truth(read, scaled)
+        y = case.truth(read, scaled, *[torch.arange(B) + step * B] * case.draws)
         loss = squares(y, draw("target", *y.shape)) / y.numel()
         loss.backward()
         norms = [p.grad.norm() for p in trained.values() if p.grad is not None]
@@ -135,14 +135,15 @@ def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int, 
             run.load(path)
         if step == 1 and any(feature.grows for feature in features):
             run.set_micro_batches(2 * case.stages)
+        numbers = {"samples": run.samples(B)} if case.draws else {}
         run.model.step = 1  # without the parameter of one step
         if any(feature.evaluates for feature in features):
             steps += [run.evaluate([(3 * x[share], target[share])])]
         if any(feature.abandons for feature in features):
-            run.forward_backward(3 * x[share], target[share])
+            run.forward_backward(3 * x[share], target[share], **numbers)
             run.drop_gradients()
         run.model.step = step
-        run.forward_backward(x[share], target[share])
+        run.forward_backward(x[share], target[share], **numbers)
         if most:
             run.clip_gradients(most)
         if any(feature.evaluates for feature in features):
