@@ -553,14 +553,15 @@ def _dense(halves: bool = False, **on: Any) -> nn.Module:
     return block
 
 
-ON_THREE: dict[str, Any] = {"mesh": {"tp": 3}, "refuses": ("invariant",)}  # whose degrees are powers of two
+MOVES = "resume on other axes"  # the other mesh refuses the layer, or the number of samples
+ON_THREE: dict[str, Any] = {"mesh": {"tp": 3}, "refuses": ("invariant", MOVES)}  # its degrees are powers of two
 KEEPS_ALL = ("recompute budget",)  # a linear layer keeps its input alone
 CASES: dict[str, Case] = {
     "column": Case(lambda **on: mp.ColumnParallelLinear(D, FF, **on), _linear, gives="features", refuses=KEEPS_ALL),
     "column, gathered": Case(lambda **on: mp.ColumnParallelLinear(D, FF, False, gather_output=True, **on), _linear,
                              gives="whole", refuses=KEEPS_ALL),
     "column, uneven": Case(lambda **on: mp.ColumnParallelLinear(D, 2 * V + 1, gather_output=True, **on), _linear,
-                           gives="whole", mesh={"tp": 3}, refuses=("invariant", *KEEPS_ALL)),
+                           gives="whole", mesh={"tp": 3}, refuses=("invariant", MOVES, *KEEPS_ALL)),
     "row": Case(lambda **on: mp.RowParallelLinear(D, FF, input_is_parallel=False, **on), _linear, takes="whole"),
     "row, uneven": Case(lambda **on: mp.RowParallelLinear(D, FF, input_is_parallel=False, **on), _linear,
                         takes="whole", **ON_THREE),
@@ -600,7 +601,7 @@ CASES: dict[str, Case] = {
         lambda p, x: _linear(p, F.layer_norm(x, (D,), p["0.weight"], p["0.bias"], 1e-5), "1."), gives="features",
     ),
     "block": Case(_dense, _block),
-    "block, in halves": Case(partial(_dense, True), _block, refuses=("invariant",)),
+    "block, in halves": Case(partial(_dense, True), _block, refuses=("invariant", MOVES)),
     "dropout": Case(Dropped, _dropped, draws=True, refuses=("invariant",)),
     "dropout, zigzag": Case(partial(Dropped, context="zigzag"), _dropped, axes=("tp", "cp"), context="zigzag",
                             mesh={"tp": 2, "cp": 2}, draws=True, refuses=("invariant",)),
@@ -609,7 +610,7 @@ CASES: dict[str, Case] = {
     "embedding": Case(lambda **on: Embedded(**on), lambda p, x: p["table.weight"][words(x)] * x),
     "tied embedding": Case(Tied, lambda p, x: F.linear(p["table.weight"][words(x)] * x, p["head.weight"]),
                            gives="features", refuses=("LoRA",)),
-    "FP8": Case(_converted, _mlp_fp8, mesh={"dp": 2}, tolerance=1e-6, refuses=("invariant",)),
+    "FP8": Case(_converted, _mlp_fp8, mesh={"dp": 2}, tolerance=1e-6, refuses=("invariant", MOVES)),
     **{
         f"two stages{on}": Case(lambda stage, **on: mp.ParallelMLP(D, FF, "gelu" if stage else "swiglu", **on),
                                 lambda p, x: _mlp(F.gelu, "1.")(p, _mlp(_swiglu, "0.")(p, x)), mesh=mesh, stages=2)
@@ -629,7 +630,7 @@ CASES: dict[str, Case] = {
     "experts, all-to-all, one shared": Case(_moe(dispatch="all_to_all", shared_experts=1), _experts,
         axes=("tp", "ep", "etp", "data"), mesh={"dp": 2, "ep": 2}, refuses=("invariant",)),
     "experts, in halves": Case(_halves, partial(_block, mlp=_experts), axes=("tp", "ep", "etp", "data"),
-                               mesh={"tp": 2, "dp": 2, "ep": 2}, refuses=("invariant",)),
+                               mesh={"tp": 2, "dp": 2, "ep": 2}, refuses=("invariant", MOVES)),
     "latent experts": Case(lambda **on: LatentMoE(D, FF, 4, 2, latent_dim=3, **on), _experts, axes=("tp", "data"),
                            refuses=("invariant", "overlapped communication")),  # its linears are replicated over tp
     "latent experts, all-to-all, one shared": Case(

@@ -26,7 +26,7 @@ from mpcore.interop.lora import add_lora
 from mpcore.layers.linear import ParallelLinear
 from mpcore.layers.moe import GroupedLinear
 from mpcore.tools import invariant
-from tests.laws.cases import ALPHA, RANK, Block, D
+from tests.laws.cases import ALPHA, MOVES, RANK, Block, D
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Feature:
 
     Attributes:
         resumes: save after the first step, and go on with a new model and optimizer that load the checkpoint.
+        moves: they have another mesh: all ranks on dp, or on tp where all were on dp.
         evaluates: evaluate on larger inputs before each step, and call the model once more before the optimizer.
         abandons: compute gradients of larger inputs before each step, and drop them.
         grows: two micro-batches from the second step on.
@@ -50,6 +51,7 @@ class Feature:
     prepare: Callable[..., mp.Run] = mp.prepare
     truth: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda params: params
     resumes: bool = False
+    moves: bool = False
     evaluates: bool = False
     abandons: bool = False
     grows: bool = False
@@ -128,7 +130,8 @@ FEATURES: dict[str, Feature] = {
     "optimizer offload": Feature(of_run={"offload": mp.Offload(optimizer=True)}, kind="offload"),
     "activation offload": Feature(of_run={"offload": mp.Offload(activations=True)}, kind="offload"),
     "parameter offload": Feature(of_run={"offload": mp.Offload(parameters=True)}, kind="offload"),
-    "evaluation": Feature(evaluates=True), "resume": Feature(resumes=True),
+    "evaluation": Feature(evaluates=True), "resume": Feature(resumes=True, kind="resume"),
+    MOVES: Feature(resumes=True, moves=True, kind="resume"),
     "abandoned step": Feature(abandons=True), "clipping": Feature(max_norm=0.01), "tied scale": Feature(change=_tie),
     "compile": Feature(of_run={"compile": mp.Compile("eager")}),
 }  # fmt: skip

@@ -23,7 +23,7 @@ import mpcore as mp
 from mpcore.experimental import QKClip
 from mpcore.layers.linear import ParallelLinear
 from mpcore.mesh.agreement import gather_objects
-from tests.laws.cases import CASES, DOCUMENTS, B, Block, Case, D, H, K, T, _attention
+from tests.laws.cases import CASES, DOCUMENTS, MOVES, B, Block, Case, D, H, K, T, _attention
 from tests.laws.features import FEATURES, REFUSED, Feature
 
 pytestmark = pytest.mark.timeout(900)  # they run beside others, at the lowest priority
@@ -102,6 +102,12 @@ def plain(case: Case, features: Sequence[Feature], clip: Clip = lambda p, x: {})
     return {"steps": torch.tensor(steps, dtype=torch.float64), **{name: p.detach() for name, p in params.items()}}
 
 
+def moved(mesh: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of a mesh with all ranks of a stage on dp, or on tp where all were on dp."""
+    ranks = mesh.get("tp", 1) * mesh.get("cp", 1) * mesh.get("dp", 1)
+    return {"pp": mesh.get("pp", 1), "tp" if {*mesh} <= {"dp", "pp"} else "dp": ranks}
+
+
 def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int, folder: str) -> dict[str, Any]:
     """Train the layer on a mesh with these features."""
     on = {name: value for feature in features for name, value in feature.on.items()}
@@ -125,14 +131,19 @@ def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int, 
             **{"micro_batches": case.stages} | of_run,
         )  # fmt: skip
 
-    run, x, target, steps = start(), draw("x", B, T, D), draw("target", B, T, width), []
-    share = run.share(B)
-    if case.context:
-        x, target = (mp.shard_sequence(each, mesh.cp, case.context, dim=1) for each in (x, target))
+    run, steps = start(), []
     for step in range(STEPS):
         if step == 1 and any(feature.resumes for feature in features):
-            path, run = run.save(folder), start("other ")
+            path = run.save(folder)
+            if any(feature.moves for feature in features):
+                mesh = mp.build_mesh(device_type="cpu", **moved(case.mesh))
+                for feature in features:
+                    mesh = feature.of_mesh(mesh)
+            run = start("other ")
             run.load(path)
+        share, x, target = run.share(B), draw("x", B, T, D), draw("target", B, T, width)
+        if case.context:
+            x, target = (mp.shard_sequence(each, mesh.cp, case.context, dim=1) for each in (x, target))
         if step == 1 and any(feature.grows for feature in features):
             run.set_micro_batches(2 * case.stages)
         numbers = {"samples": run.samples(B)} if case.draws else {}
@@ -211,8 +222,8 @@ def expected(names: Sequence[str], case: Case) -> str:
         case = replace(case, mesh={**case.mesh, "tp": 1})
     if not {"sequence parallel", "LoRA"}.isdisjoint(names):  # then a linear layer has something to recompute
         names = [name for name in names if name != "recompute budget"]
-    if "overlapped communication" in names and case.mesh.get("tp", 1) == 1:
-        return IS_REFUSED  # no layer has it
+    if "overlapped communication" in names and (case.mesh.get("tp", 1) == 1 or MOVES in names):
+        return IS_REFUSED  # no layer has it, or none on the other axes
     if case.stages > 1 and "dp" in case.mesh and {"invariant", "more micro-batches"} <= {*names}:
         return IS_REFUSED  # more leaves of the batch than the first step had
     on_one_rank = {"invariant", "split backward"}  # refused there too
