@@ -281,6 +281,20 @@ def test_an_adapter_that_overflows_is_not_written(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+def sharded_differently(mesh, folder):
+    """Tied weights of two values, of which one is sharded: no part of one is a part of the other."""
+    model = quiet_build("gpt2")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
+    parallelize(model, {"transformer.wte": "embedding_rowwise"}, mesh.tp, check=False)
+    save_pretrained(model, folder, mesh)
+
+
+def test_tied_weights_that_are_sharded_differently_are_not_written(tmp_path):
+    with pytest.raises(RankError, match=r"lm_head.weight and transformer.wte.weight, .* are sharded differently"):
+        mp.simulate(sharded_differently, tmp_path, tp=2)
+    assert not os.listdir(tmp_path)
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["cut", "own stages"])
 def test_two_values_of_a_tied_weight_on_two_stages_are_not_written(tmp_path, own):
     with pytest.raises(RankError, match=r"lm_head.weight isn't transformer.wte.weight \(ranks 0 and 1\)"):

@@ -203,7 +203,12 @@ def _hf_tensors(
                 (rank, n, x) for rank, of in enumerate(owned) for n in (first, *others) for x in of.tied.get(n, ())
             ]
             for rank, name, (start, shape, value) in boxes:
-                other, before, wanted = seen.setdefault((*start, *shape), (rank, name, value))
+                if (start, shape) not in seen and any(_overlap(start, shape, *box) for box in seen):
+                    raise ValueError(
+                        f"{others[0]} and {first}, which the config ties, are sharded differently: shard both alike, "
+                        f"or set tie_word_embeddings=False in the config of the model"
+                    )
+                other, before, wanted = seen.setdefault((start, shape), (rank, name, value))
                 if value != wanted:
                     where = f" (ranks {other} and {rank})" if other != rank else ""
                     raise ValueError(
@@ -263,6 +268,10 @@ def _hf_tensors(
 def _hashes(held: LocalTensor) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """Return start, shape and hash of each box. Both zeros have one hash."""
     return [(box.start, box.shape, int(cross_replica_hash(box.of(held.tensor) + 0.0))) for box in held.boxes]
+
+
+def _overlap(start: tuple[int, ...], shape: tuple[int, ...], other: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(start, shape, other, sizes, strict=True))
 
 
 def saved_state(dense: Any, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
