@@ -235,7 +235,7 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def check_merged(name: str, weight: Tensor) -> None:
     """Raise ValueError if a weight with its adapter merged holds NaN or infinity."""
-    if not weight.isfinite().all():
+    if not weight.is_meta and not weight.isfinite().all():
         raise ValueError(
             f"{name} {tuple(weight.shape)} with its adapter holds NaN or values beyond the "
             f"{torch.finfo(weight.dtype).max:g} of {weight.dtype}: merge it into a model in float32, or call save_lora"
