@@ -54,9 +54,11 @@ def test_numbers_that_no_step_has_are_refused(tmp_path, flags, sizes, words):
 
 @pytest.mark.parametrize(("kind", "name", "table"), [
     ("GPT2", "GPT2LMHeadModel", "wpe"), ("OPT", "OPTForCausalLM", "embed_positions"),
+    ("Roberta", "RobertaForCausalLM", "position_embeddings"),
 ])  # fmt: skip
 def test_a_sequence_beyond_a_table_of_positions_is_refused(tmp_path, kind, name, table):
-    fields = {"max_position_embeddings": 16, "vocab_size": 16, "hidden_size": 16, "num_attention_heads": 2}
+    length = 18 if kind == "Roberta" else 16  # whose first two rows are no positions
+    fields = {"max_position_embeddings": length, "vocab_size": 16, "hidden_size": 16, "num_attention_heads": 2}
     getattr(hf, f"{kind}Config")(**fields, num_hidden_layers=2, architectures=[name]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"--seq-len 17 is more than the 16 positions of .*{table}: give 16"):
         dry_run(build, ["--hf", str(tmp_path), "--seq-len", "17"])
