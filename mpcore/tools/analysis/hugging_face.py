@@ -100,9 +100,9 @@ def _check_positions(model: Any, tokens: int) -> None:
         table = isinstance(module, nn.Embedding) and module is not model.get_input_embeddings()
         if table and most <= module.num_embeddings <= most + 2:  # OPT's has two rows more
             padding = -1 if module.padding_idx is None else module.padding_idx  # RoBERTa counts from the next row
-            fits = min(most, module.num_embeddings - 1 - padding)
-            if tokens > fits:
-                raise ValueError(f"--seq-len {tokens} is more than the {fits} positions of {name}: give {fits} or fewer")
+            n = min(most, module.num_embeddings - 1 - padding)
+            if tokens > n:
+                raise ValueError(f"--seq-len {tokens} is more than the {n} positions of {name}: give {n} or fewer")
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
