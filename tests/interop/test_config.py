@@ -239,6 +239,9 @@ def test_the_first_architecture_that_gives_the_same_model_is_written():
     assert module.architecture_of(plain, spec=SPEC, first="qwen2") == "llama"  # whose projections have biases
     scaled = described("llama", rope_scaling={"rope_type": "linear", "factor": 2.0})
     assert module.architecture_of(scaled, spec=SPEC, first="phi3") == "llama"  # transformers refuses it of Phi-3
+    for kind in ("longrope", "linear"):  # of which transformers takes the first
+        problems = read("plain_rope", {}, {"rope_scaling": {"rope_type": kind}})[1]
+        assert problems == [f"rope_type '{kind}' is not supported: of this architecture only 'default' is"]
     window = described("mistral", window=5)
     assert module.architecture_of(window, spec=SPEC) == "mistral"
     assert module.architecture_of(window, spec=SPEC, first="phi3") == "phi3"

@@ -286,7 +286,8 @@ def _read_rope(c: Fields, ours: dict[str, Any]) -> None:
 
 def _check_plain_rope(c: Fields, ours: dict[str, Any]) -> None:
     if ours["rope_scaling"] is not None:
-        c.problems.append(f"rope_type {ours['rope_scaling']['rope_type']!r} is not one that transformers takes here")
+        kind = ours["rope_scaling"]["rope_type"]
+        c.problems.append(f"rope_type {kind!r} is not supported: of this architecture only 'default' is")
 
 
 def _check_window(c: Fields, ours: dict[str, Any], types: list[str] | None = None) -> None:
