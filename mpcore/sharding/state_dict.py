@@ -47,7 +47,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Returns:
         A copy of every parameter in its logical shape (a tied parameter under each of its names), and of this rank's
         persistent buffers. A pipeline stage returns only its own tensors. The parts of names that `torch.compile` and
-        `checkpoint_wrapper` add are removed.
+        `checkpoint_wrapper` add are removed. Each tensor has the dtype of the parameter: with precision="bfloat16"
+        shards of ZeRO are float32 masters, other parameters are bfloat16. A checkpoint holds all masters.
 
     Raises:
         ValueError: if a parameter is offloaded, before any communication. The message names the parameter.
