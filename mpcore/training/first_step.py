@@ -17,6 +17,7 @@ from mpcore.mesh.log import Logger, get_logger
 from mpcore.random import random_state
 from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import is_dtensor, local_tensor
+from mpcore.training.length_check import LengthCheck
 from mpcore.training.loss_check import Loss, LossCheck, check_targets
 from mpcore.training.observers import Observer
 from mpcore.training.replica_check import check_replicas, sketch
@@ -68,6 +69,7 @@ class FirstStep(Observer):
     def __init__(self, tree: ModelTree, mesh: Mesh, half: bool, writes: GradientWrites) -> None:
         self.parameters: tuple[nn.Parameter, ...] = tree.parameters
         self.loss_check: LossCheck | None = None
+        self.length_check: LengthCheck | None = None
         self.half = half
         self.mesh = mesh
         self.states: list[Tensor] = []  # torch's random states before forward and after backward
@@ -95,6 +97,9 @@ class FirstStep(Observer):
         every = gather_objects(shapes, self.mesh.cp.group)
         rows = {getattr(module, "sequence_dim", 1) for module in run.model.modules()} == {1}  # dimension 0 has rows
         together(self.mesh.world, lambda: (run.pipeline.cut(arguments), _check_shards(every, rows)))
+        sizes = [sizes for shapes in zip(*every, strict=False) for sizes in map(list, zip(*shapes, strict=False))]
+        uneven = next((each for each in sizes if len({*each}) > 1), None)
+        self.length_check = LengthCheck(run.model, uneven) if uneven else None
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
         varied = (bool((x != x.flatten()[:1]).any()) for x in map(local_tensor, self.parameters))
@@ -113,6 +118,8 @@ class FirstStep(Observer):
     def after_backward(self, run: Run, total: Tensor) -> Tensor:
         """Raise on every rank if the loss is a mean, or differs between the ranks of tp."""
         assert self.loss_check is not None
+        if self.length_check:
+            self.length_check.end()
         self.loss_check.end(total / run.factor)
         self.states[1:] = [random_state(run.mesh.device)]  # of the last, if the step was computed again
         return total

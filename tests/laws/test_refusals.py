@@ -16,6 +16,7 @@ from torch import nn
 import mpcore as mp
 from mpcore import Axis, collectives, from_pretrained
 from mpcore.checkpoint import save
+from mpcore.experimental import GatedDeltaNet
 from mpcore.gradients import grad_norm
 from mpcore.interop import cut, stage_check
 from mpcore.interop.hugging_face import stored
@@ -67,8 +68,9 @@ def unequal_messages(mesh: mp.Mesh) -> None:
     dist.all_to_all_single(torch.empty(4), torch.empty(4), [2, 2], [[1, 3], [2, 2]][mesh.dp.rank], group=mesh.dp.group)
 
 
-def unequal_shards(mesh: mp.Mesh, *shapes: tuple[int, int]) -> None:
+def unequal_shards(mesh: mp.Mesh, *shapes: tuple[int, int], delta: bool = False) -> None:
     model = mp.ParallelAttention(4, 2, cp=mesh.cp, context="ring")
+    model = GatedDeltaNet(4, 2, 2, 2, 2, cp=mesh.cp, context="ring") if delta else model
     run = mp.prepare(model, mesh, blocks=[], loss=nn.MSELoss(reduction="sum"), optimizer=mp.AdamW, initialize=False)
     run.forward_backward(*[torch.ones(*shapes[mesh.cp.rank], 4)] * 2)
 
@@ -224,6 +226,12 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     ),
     r"sizes \[1, 0\] in dimension 1 .* the same rows, of at least 2 tokens": (
         Exception, lambda: mp.simulate(unequal_shards, (1, 1), (1, 0), cp=2)
+    ),
+    r"ranks of cp have \[3, 2\] tokens, .* pass length=5 to": (
+        Exception, lambda: mp.simulate(unequal_shards, (1, 3), (1, 2), cp=2)
+    ),
+    r"ranks of cp have \[3, 2\] tokens, .*: pass length=5 to the layer": (
+        Exception, lambda: mp.simulate(partial(unequal_shards, delta=True), (1, 3), (1, 2), cp=2)
     ),
     **{words: (Exception, partial(mp.simulate, partial(without_positions, of), cp=2)) for words, of in PLACED.items()},
     r"length 10 is not a multiple of the unit 4": (ValueError, lambda: collectives.shard_sizes(10, 2, 4)),
