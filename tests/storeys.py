@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = {
-    "core": 26_146,
+    "core": 26_259,
     "interop": 8_277,
     "experimental": 2_537,
     "tools": 14_781,
     "examples": 5_083,
     "bench": 3_866,
-    "tests": 49_029,
+    "tests": 49_062,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 

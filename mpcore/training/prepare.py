@@ -209,7 +209,7 @@ def prepare(
         offload_optimizer(made)
     for p in (p for group in made.param_groups for p in group["params"] if p in masters):
         made.state[p]["master"] = masters[p]
-    run = Run(whole, stages, mesh, made, precision=precision, offload=offload, seed=seed)
+    run = Run(whole, stages, mesh, made, blocks=held, precision=precision, offload=offload, seed=seed)
     run.pipeline = Pipeline(stages, mesh, micro_batches, run.scaled(with_mesh(loss, mesh)), schedule, trace=trace)
     run.observers += observers
     run.attach()

@@ -15,6 +15,7 @@ from mpcore.mesh.agreement import check_same, merged, raise_together
 from mpcore.mesh.axis import Mesh
 from mpcore.parallel.shared import state_of
 from mpcore.sharding.declarations import ModelTree
+from mpcore.training.block_order import BlockOrder
 
 
 def smallest_count(mesh: Mesh, stages: Sequence[nn.Module], what: str, count: int) -> int:
@@ -37,8 +38,9 @@ def smallest_count(mesh: Mesh, stages: Sequence[nn.Module], what: str, count: in
 class AlikeCheck:
     """Compare small values on all ranks by numbers, whose sums over the ranks the caller puts into `sums`."""
 
-    def __init__(self, mesh: Mesh, tree: ModelTree) -> None:
+    def __init__(self, mesh: Mesh, tree: ModelTree, blocks: BlockOrder) -> None:
         self.mesh = mesh
+        self.blocks = blocks
         self.tree = tree
         self.trained = 0
         self.values: dict[str, object] = {}
@@ -47,7 +49,7 @@ class AlikeCheck:
         self.sums: list[Tensor] = []
 
     def begin(self, values: dict[str, object], groups: list[dict[str, Any]]) -> list[int]:
-        """Return a number of the values and one for each pipeline stage, each with its square.
+        """Return the number of `BlockOrder`; and that of the values and one for each stage, each with its square.
 
         A stage's number is of its parameter groups, and of the order in which its blocks were gathered and reduced.
 
@@ -70,9 +72,9 @@ class AlikeCheck:
         first, second = (zlib.crc32(text.encode()) % 2**20 for text in both)  # the sums stay exact
         slots = [0] * 2 * pp.size  # stages may have groups of their own
         slots[2 * pp.rank : 2 * pp.rank + 2] = second, second**2
-        return [first, first**2, *slots]
+        return [self.blocks.take(), first, first**2, *slots]
 
-    def end(self, total: float, squares: float, *slots: float) -> None:
+    def end(self, blocks: float, total: float, squares: float, *slots: float) -> None:
         """Raise ValueError on every rank if the sums say that ranks have different values, or replicas others."""
         replaced = ValueError(self.values["parameters"]) if self.values.get("parameters") else None
         if squares * self.mesh.world.size != total**2:
@@ -81,6 +83,11 @@ class AlikeCheck:
         replicas = self.mesh.world.size // self.mesh.pp.size
         if any(square * replicas != of**2 for of, square in zip(slots[::2], slots[1::2], strict=True)):
             merged(self.mesh.world, lambda: (self.mesh.pp.rank, self.options, self.order), _refuse)
+        if blocks:
+            raise ValueError(
+                f"ranks of {self.blocks.names} ran other blocks in this step, or in another order, and the collectives "
+                f"of different blocks met: let these ranks skip the same blocks (layerdrop)"
+            )
         if replaced is not None:
             raise replaced
 

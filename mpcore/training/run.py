@@ -34,6 +34,7 @@ from mpcore.pipeline.engine import Pipeline, one_number
 from mpcore.pipeline.messages import EarlierStageError
 from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import reshard
+from mpcore.training.block_order import BlockOrder
 from mpcore.training.first_step import FirstStep, GradientWrites
 from mpcore.training.observers import BoundedDispatch, Observer
 from mpcore.training.parameter_check import ParameterCheck
@@ -101,7 +102,7 @@ class Run:
 
     def __init__(
         self, model: nn.Module, stages: list[nn.Module], mesh: Mesh, optimizer: torch.optim.Optimizer, *,
-        precision: Precision, offload: Offload, seed: int,
+        blocks: Sequence[nn.Module], precision: Precision, offload: Offload, seed: int,
     ) -> None:  # fmt: skip
         self.model = model
         self.stages = stages
@@ -120,7 +121,8 @@ class Run:
         self.bounds: DispatchBounds = DispatchBounds(self.tree, mesh)
         half, writes = bool(precision.param_dtype or precision.autocast_dtype or precision.fp8), GradientWrites()
         self._first = FirstStep(self.tree, mesh, half, writes)
-        self.observers: list[Observer] = [BoundedDispatch(self.bounds), SampleCheck(model, mesh), writes, self._first]
+        order, samples = BlockOrder(blocks, mesh), SampleCheck(model, mesh)
+        self.observers: list[Observer] = [BoundedDispatch(self.bounds), samples, order, writes, self._first]
         self.factor: Tensor = torch.ones((), dtype=torch.float64, device=mesh.device)
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_bare_step)
@@ -130,7 +132,7 @@ class Run:
         self._locks: dict[Path, Any] = {}  # of the folders that this run saves into, on rank 0
         self._attached: list[Observer] = []
         self._given: dict[str, float | str | None] = {}  # since the last norm; replicas must be given the same
-        self._alike: AlikeCheck = AlikeCheck(mesh, self.tree)
+        self._alike: AlikeCheck = AlikeCheck(mesh, self.tree, order)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -247,7 +248,7 @@ class Skips(nn.Module):
 
 @pytest.mark.parametrize("skipped", [(1, 2), (1, 1)])
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_ranks_that_leave_out_other_blocks_are_refused_with_zero(zero, skipped):
+def test_ranks_of_data_that_leave_out_other_blocks_are_refused_with_zero(zero, skipped):
     """Each would gather a part of another block's weights."""
 
     def train() -> list[float]:
@@ -268,3 +269,27 @@ def test_ranks_that_leave_out_other_blocks_are_refused_with_zero(zero, skipped):
         both = mp.simulate(train, ranks=2)
         assert both[0] == both[1]
         assert skipped[0] != skipped[1] or both[0] == pytest.approx(mp.simulate(train, ranks=1)[0])
+
+
+@pytest.mark.parametrize(("sizes", "fails"), [({"tp": 2}, True), ({"cp": 2}, True), ({"dp": 2, "ep": 2}, True),
+                                              ({"dp": 2}, False)])  # fmt: skip
+def test_ranks_whose_collectives_meet_are_refused_if_they_leave_out_other_blocks(sizes, fails):
+    """A sum over tp would add parts of two blocks, and experts of one block get tokens of another."""
+
+    def train() -> None:
+        mesh, model = mp.build_mesh(device_type="cpu", **sizes), Skips()
+        model.blocks = nn.ModuleList(
+            mp.ParallelMoE(D, 4, 2, 1, tp=mesh.tp, ep=mesh.ep, data=mesh.data) if "ep" in sizes
+            else mp.ParallelAttention(D, 2, tp=mesh.tp, cp=mesh.cp, context="ring") for _ in range(3)
+        )  # fmt: skip
+        run = mp.prepare(model, mesh, blocks=model.blocks, loss=lambda y, t: (y - t).square().sum(),
+                         optimizer=partial(mp.AdamW, lr=0.1), initialize=True, data=mp.Zero(0))  # fmt: skip
+        x = torch.randn(2, 4, D, generator=torch.Generator().manual_seed(1))[run.share(2)]
+        for step in range(3):
+            model.without = mesh.job.rank if step == 2 else step
+            run.forward_backward(x, torch.zeros_like(x), tokens=2)
+            run.optimizer_step()
+
+    words = f"ranks of {[*sizes][-1]} ran other blocks"
+    with pytest.raises(RankError, match=words) if fails else nullcontext():
+        mp.simulate(train, ranks=2)
