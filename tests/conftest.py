@@ -24,7 +24,7 @@ def seeded() -> None:
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
-    """What a module draws as it is imported doesn't depend on the modules before it."""
+    """Seed what a test module draws at its import: it has the same numbers in every process."""
     torch.manual_seed(1)
 
 

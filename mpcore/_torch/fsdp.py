@@ -107,7 +107,7 @@ def drop_gradients(units: Iterable[FSDPModule], which: Callable[[Tensor], bool])
         units: the units of a model.
         which: returns, for a sharded parameter, whether to drop its gradient.
     """
-    take_order(units)
+    take_order(units)  # and forget it: a rank may have raised before the others
     for context in _contexts(units):
         groups = _groups_of(context)
         failed = _has_failed(context) or context.iter_forward_root is not None
@@ -175,6 +175,8 @@ def reduce_unused(unit: FSDPModule) -> None:
     for group in _groups(_state(unit)):
 
         def post_backward(*_: Any, group: Any = group) -> None:
+            if group.reduce_grads:
+                _note(unit, group, "reduced")
             found = [(p, whole) for p in group.fsdp_params if (whole := getattr(p, _WHOLE, None)) is not None]
             if not (found or group.reduce_grads):
                 return  # no forward has gathered it, so it has no gradient to keep
@@ -197,28 +199,23 @@ def reduce_unused(unit: FSDPModule) -> None:
             p.is_unused = False
 
 
-def note_order(unit: FSDPModule) -> None:
-    """Note each gather and each reduction of a unit, for `take_order`."""
-    state = _state(unit)
-
-    def note(group: Any, what: str) -> None:
-        seen = f"{vars(state._state_ctx).get('order', 0)} {what} {group.fsdp_params[0]._param_fqn}"
-        state._state_ctx.order = zlib.crc32(seen.encode())
-
-    for group in _groups(state):
+def note_gathers(unit: FSDPModule) -> None:
+    """Note each gather of a unit for `take_order`, as `reduce_unused` notes each reduction."""
+    for group in _groups(_state(unit)):
 
         def unshard(*args: Any, group: Any = group, **how: Any) -> None:
             before = group._all_gather_result
             type(group).unshard(group, *args, **how)
             if group._all_gather_result not in (before, None):
-                note(group, "gathered")
+                _note(unit, group, "gathered")
 
-        def post_backward(*args: Any, group: Any = group, reduce: Callable[..., None] = group.post_backward) -> None:
-            if group.reduce_grads:
-                note(group, "reduced")
-            reduce(*args)
+        group.unshard = unshard
 
-        group.unshard, group.post_backward = unshard, post_backward
+
+def _note(unit: FSDPModule, group: Any, what: str) -> None:
+    context = _state(unit)._state_ctx
+    order = f"{vars(context).get('order', 0)} {what} {group.fsdp_params[0]._param_fqn}"
+    context.order = zlib.crc32(order.encode())
 
 
 def take_order(units: Iterable[FSDPModule]) -> list[int]:

@@ -42,6 +42,13 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Place = tuple[tuple[int, ...], tuple[int, ...]]  # of a box in a tensor: start and shape
+
+
+def overlap(box: Place, other: Place) -> list[tuple[int, int]] | None:
+    """Return what two boxes have in common, as a range of each dimension; None: nothing."""
+    common = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(*box, *other, strict=True)]
+    return common if all(first < end for first, end in common) else None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.checkpoint.folders import read_complete, resolve
-from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name
+from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name, overlap
 from mpcore.checkpoint.pieces import LocalTensor, check_finite, held_by_model, held_slot, like, parameter_groups
 from mpcore.checkpoint.store import in_threads
 from mpcore.checkpoint.tensor_file import Files, host_memory
@@ -174,7 +174,7 @@ def _want(plan: _Plan, item: LocalTensor, cast: bool = False) -> None:
     else:
         try:
             for chunk in entry.chunks:  # opens the files: their headers are checked here
-                if any(_overlap(box.start, box.shape, chunk) is not None for box in item.boxes):
+                if any(overlap((box.start, box.shape), (chunk.start, chunk.shape)) is not None for box in item.boxes):
                     plan.files[chunk.file].check(entry, chunk)
         except (ValueError, OSError) as error:
             plan.problems.append(str(error))
@@ -367,7 +367,7 @@ def _parts(
 ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
     """Yield the parts of a box that lie in one chunk each: where in the box, and the values as a view of the file."""
     for chunk in entry.chunks:
-        common = _overlap(start, shape, chunk)
+        common = overlap((start, shape), (chunk.start, chunk.shape))
         if common is not None:
             into = tuple(slice(a - b, e - b) for (a, e), b in zip(common, start, strict=True))
             out_of = tuple(slice(a - b, e - b) for (a, e), b in zip(common, chunk.start, strict=True))
@@ -394,9 +394,3 @@ def _read(plan: _Plan, optimizer: torch.optim.Optimizer | None) -> None:
     for parameter in plan.state.keys() | plan.masters.keys():
         kept = {"master": plan.masters[parameter]} if parameter in plan.masters else {}
         optimizer.state[parameter] = {**plan.state.get(parameter, {}), **kept}
-
-
-def _overlap(start: tuple[int, ...], shape: tuple[int, ...], chunk: Chunk) -> list[tuple[int, int]] | None:
-    boxes = zip(start, shape, chunk.start, chunk.shape, strict=True)
-    common = [(max(a, c), min(a + b, c + d)) for a, b, c, d in boxes]
-    return common if all(a < b for a, b in common) else None

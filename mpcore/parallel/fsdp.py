@@ -168,7 +168,7 @@ class UnitWrapper:
             unit.set_custom_reduce_scatter(ExchangeReduceScatter())  # pyright: ignore[reportArgumentType]
             unit.set_custom_all_gather(BroadcastAllGather())  # pyright: ignore[reportArgumentType]
         fsdp.reduce_unused(unit)  # ranks may use different parameters
-        fsdp.note_order(unit)  # and not different blocks
+        fsdp.note_gathers(unit)  # and not different blocks
 
     def form(self, owner: nn.Module, leaf: str, zero: int, name: str = "") -> fsdp_wrap.GatherForm | None:
         """Return the form in which a layer's product wants its weight gathered, None for the weight as it is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from functools import partial
@@ -29,10 +30,11 @@ class BlockOrder(Observer):
     """
 
     def __init__(self, blocks: Sequence[nn.Module], mesh: Mesh) -> None:
-        axes = [mesh.tp, mesh.cp, *([mesh.dp] if mesh.ep.size > 1 else [])]
-        self.names: str = " or ".join([axis.name for axis in axes[:2] if axis.size > 1] + ["ep"] * (len(axes) > 2))
-        ranks = torch.Size(axis.size for axis in axes).numel()
-        self.factor = -1 if any(axis.rank for axis in axes) else ranks - 1
+        meet = [mesh.tp, mesh.cp, mesh.ep]
+        self.names: str = " or ".join(axis.name for axis in meet if axis.size > 1)
+        axes = [mesh.tp, mesh.cp, mesh.dp] if mesh.ep.size > 1 else [mesh.tp, mesh.cp]
+        ranks = math.prod(axis.size for axis in axes)
+        self.factor = -1 if any(axis.rank for axis in axes) else ranks - 1  # these add up to 0
         self.number = 0
         for i, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._note, i))

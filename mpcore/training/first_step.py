@@ -96,10 +96,8 @@ class FirstStep(Observer):
         shapes = [[*x.shape] for x in leaves(arguments["x"]) if isinstance(x, Tensor)]
         every = gather_objects(shapes, self.mesh.cp.group)
         rows = {getattr(module, "sequence_dim", 1) for module in run.model.modules()} == {1}  # dimension 0 has rows
-        together(self.mesh.world, lambda: (run.pipeline.cut(arguments), _check_shards(every, rows)))
-        sizes = [sizes for shapes in zip(*every, strict=False) for sizes in map(list, zip(*shapes, strict=False))]
-        uneven = next((each for each in sizes if len({*each}) > 1), None)
-        self.length_check = LengthCheck(run.model, uneven) if uneven else None
+        _, uneven = together(self.mesh.world, lambda: (run.pipeline.cut(arguments), _check_shards(every, rows)))
+        self.length_check = LengthCheck(run.model, uneven[0]) if uneven else None
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
         varied = (bool((x != x.flatten()[:1]).any()) for x in map(local_tensor, self.parameters))
@@ -137,21 +135,25 @@ class FirstStep(Observer):
             check_replicas(run.tree, run.mesh, self.half, self.states, CHANGED if self.writes.changed else "")
 
 
-def _check_shards(every: list[list[list[int]]], rows: bool) -> None:
-    """Raise ValueError if the tokens of x on the ranks of cp are no shards of one sequence, or `rows` differ."""
+def _check_shards(every: list[list[list[int]]], rows: bool) -> list[list[int]]:
+    """Return the sizes of x that differ on the ranks of cp; raise ValueError if they are no shards of one sequence."""
+    uneven: list[list[int]] = []
     for shapes in zip(*every, strict=False):
-        for dim, sizes in enumerate(zip(*shapes, strict=False)):
-            shards = shard_sizes(sum(sizes), len(sizes))
-            if len({*sizes}) > 1 and (0 in sizes or (rows and dim == 0 < len(shapes[0]) - 1)):
+        for dim, sizes in enumerate(map(list, zip(*shapes, strict=False))):
+            if len({*sizes}) == 1:
+                continue
+            if 0 in sizes or (rows and dim == 0 < len(shapes[0]) - 1):
                 raise ValueError(
-                    f"x has the sizes {[*sizes]} in dimension {dim} on the ranks of cp: give all ranks the same rows, "
+                    f"x has the sizes {sizes} in dimension {dim} on the ranks of cp: give all ranks the same rows, "
                     f"of at least {len(sizes)} tokens, and each its part, shard_sequence(x, mesh.cp, context)"
                 )
-            if len({*sizes}) > 1 and [*sizes] != shards:
+            if sizes != (shards := shard_sizes(sum(sizes), len(sizes))):
                 raise ValueError(
-                    f"the ranks of cp have {[*sizes]} tokens of x, and {shards} are the shards of {sum(sizes)}: give "
+                    f"the ranks of cp have {sizes} tokens of x, and {shards} are the shards of {sum(sizes)}: give "
                     f"each its part, shard_sequence(x, mesh.cp, context)"
                 )
+            uneven.append(sizes)
+    return uneven
 
 
 def _writes(run: Run) -> list[str]:

@@ -49,9 +49,7 @@ class AlikeCheck:
         self.sums: list[Tensor] = []
 
     def begin(self, values: dict[str, object], groups: list[dict[str, Any]]) -> list[int]:
-        """Return the number of `BlockOrder`; and that of the values and one for each stage, each with its square.
-
-        A stage's number is of its parameter groups, and of the order in which its blocks were gathered and reduced.
+        """Return numbers of the blocks' order, the values, and each stage's groups and gathers, for the sums of `end`.
 
         Raises:
             ValueError: if the optimizer got a parameter that the model did not have in `prepare`.

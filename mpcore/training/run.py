@@ -306,9 +306,9 @@ class Run:
                 leave the groups' learning rates unchanged.
 
         Raises:
-            ValueError: if `forward_backward` was not called first; on every rank, if ranks are in different steps,
-                ran other blocks with ZeRO 1 to 3, clipped by different norms, have different `lr` or `weight_decay` in
-                the optimizer's groups, or were given different `tokens` or, at the latest one step later, `lr`.
+            ValueError: if `forward_backward` was not called first; on every rank, if ranks are in different steps, ran
+                other blocks (but on dp with ZeRO 0), clipped by different norms, have different `lr` or `weight_decay`
+                in the optimizer's groups, or were given different `tokens` or, at the latest one step later, `lr`.
         """
         self._given["lr"] = lr
         norm = self.finish_gradients()

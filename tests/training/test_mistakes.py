@@ -233,7 +233,7 @@ def test_a_program_without_a_mistake_trains_in_silence(caplog, right, sizes):
 
 
 class Skips(nn.Module):
-    """Residual blocks of one size, of which a rank may leave one out, as layerdrop does."""
+    """Residual blocks of one size. A rank may leave one out, as layerdrop does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpcore.checkpoint.format import Place, overlap
 from mpcore.checkpoint.pieces import LocalTensor, check_finite, held_by_model
 from mpcore.checkpoint.tensor_file import host_memory
 from mpcore.interop.hugging_face.boxes import pieces as pieces_of
@@ -197,24 +198,7 @@ def _hf_tensors(
         held = [(n, x) for each in owned for n, x in each.tensors.items() if n not in each.factors]
         state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape, _) in held}
         groups.extend(stored_groups(dense, saved_state(dense, state)))
-        for first, *others in all_names(dense):
-            seen: dict[Any, tuple[int, str, int]] = {}
-            boxes = [
-                (rank, n, x) for rank, of in enumerate(owned) for n in (first, *others) for x in of.tied.get(n, ())
-            ]
-            for rank, name, (start, shape, value) in boxes:
-                if (start, shape) not in seen and any(_overlap(start, shape, *box) for box in seen):
-                    raise ValueError(
-                        f"{others[0]} and {first}, which the config ties, are sharded differently: shard both alike, "
-                        f"or set tie_word_embeddings=False in the config of the model"
-                    )
-                other, before, wanted = seen.setdefault((start, shape), (rank, name, value))
-                if value != wanted:
-                    where = f" (ranks {other} and {rank})" if other != rank else ""
-                    raise ValueError(
-                        f"{others[0] if name == before else name} isn't {before}{where}: set tie_word_embeddings=False "
-                        f"in the config of the model, or give both one value"
-                    )
+        _check_tied(all_names(dense), owned)
         first = {name: names[0] for names in all_names(dense) for name in names}
         order: list[_Sent] = []
         for group in groups:
@@ -270,8 +254,24 @@ def _hashes(held: LocalTensor) -> list[tuple[tuple[int, ...], tuple[int, ...], i
     return [(box.start, box.shape, int(cross_replica_hash(box.of(held.tensor) + 0.0))) for box in held.boxes]
 
 
-def _overlap(start: tuple[int, ...], shape: tuple[int, ...], other: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(start, shape, other, sizes, strict=True))
+def _check_tied(tied: Iterable[Sequence[str]], owned: Sequence[_Owned]) -> None:
+    """Raise ValueError if names of one weight have different values on any ranks."""
+    for first, *others in tied:
+        seen: dict[Place, tuple[int, str, int]] = {}
+        boxes = [(rank, n, x) for rank, of in enumerate(owned) for n in (first, *others) for x in of.tied.get(n, ())]
+        for rank, name, (start, shape, value) in boxes:
+            if (start, shape) not in seen and any(overlap((start, shape), box) is not None for box in seen):
+                raise ValueError(
+                    f"{others[0]} and {first}, which the config ties, are sharded differently: shard both alike, or "
+                    f"set tie_word_embeddings=False in the config of the model"
+                )
+            other, before, wanted = seen.setdefault((start, shape), (rank, name, value))
+            if value != wanted:
+                where = f" (ranks {other} and {rank})" if other != rank else ""
+                raise ValueError(
+                    f"{others[0] if name == before else name} isn't {before}{where}: set tie_word_embeddings=False in "
+                    f"the config of the model, or give both one value"
+                )
 
 
 def saved_state(dense: Any, held: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -127,7 +127,7 @@ class SharedRequests:
         names = sorted(mine)
         about = [zlib.crc32(" ".join(names).encode()), step]
         values = [*about, *(-x for x in about), *(int(mine[name]) for name in names)]
-        values = [*values, *(0 for _ in range(_LENGTH))][:_LENGTH]
+        values = (values + [0] * _LENGTH)[:_LENGTH]
         before, group = self._sent, self.world.group
         config = dist.get_backend_config(group)
         device = "cpu" if "cpu" in config or "nccl" not in config else "cuda"
